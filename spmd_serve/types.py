@@ -1,0 +1,283 @@
+"""Plain data that all sides share. No torch, no behaviour beyond trivial accessors.
+
+Everything here is small, picklable and encodable by msgspec: it crosses the control channel (StepInput), the sockets
+inside rank 0 (Request, Abort, StepOutput) or the border between scheduler and engine (ScheduledBatch, StepTokens).
+"""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import dataclass, field
+from enum import IntEnum, StrEnum
+
+
+class FinishReason(StrEnum):
+    """Why a request ended. Exactly one is sent for every accepted request."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+class ServicePhase(IntEnum):
+    """What rank 0 wants the whole job to do; carried in StepInput. It only ever grows."""
+
+    RUN = 0
+    DRAIN = 1  # accept nothing new, let running requests finish
+    STOP = 2  # end what is left with an error and leave the loop
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """How one request is sampled. All values are validated by the frontend; `seed` is always concrete.
+
+    A sampled token is a pure function of (logits, these, seed, position).
+    """
+
+    max_tokens: int  # new tokens, already clamped to the context
+    temperature: float = 1.0  # 0 is greedy
+    top_k: int = 0  # 0 is off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 0 <= seed < 2**63
+    stop_token_ids: tuple[int, ...] = ()  # beside the model's EOS ids
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int | None = None  # top-n logprobs of each output token; 0 means the chosen token's alone
+    prompt_logprobs: int | None = None  # the same for prompt tokens
+    grammar: str | None = None  # llguidance grammar (serialised), validated on rank 0
+
+    @property
+    def is_plain(self) -> bool:
+        """True when greedy or temperature sampling is all that is asked for (no filter, penalty, bias, grammar, logprobs)."""
+        return (
+            self.top_k == 0
+            and self.top_p >= 1.0
+            and self.min_p <= 0.0
+            and self.min_tokens == 0
+            and self.presence_penalty == 0.0
+            and self.frequency_penalty == 0.0
+            and self.repetition_penalty == 1.0
+            and not self.logit_bias
+            and self.logprobs is None
+            and self.prompt_logprobs is None
+            and self.grammar is None
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One sequence to generate. `n` choices are n Requests.
+
+    Attributes:
+        uid: unique over the job's life; the frontend's index is in the bits from 40 up, a counter below.
+        prompt: token ids as little-endian int32 bytes.
+        deadline: rank 0's time.monotonic() in seconds after which the request ends with an error; None is never.
+        priority: lower runs first (only with --schedule priority).
+        cache_salt: requests with different salts never share prefix-cache pages.
+    """
+
+    uid: int
+    prompt: bytes
+    params: SamplingParams
+    deadline: float | None = None
+    priority: int = 0
+    cache_salt: str = ""
+
+    def prompt_ids(self) -> array[int]:
+        """The prompt as an int32 array."""
+        ids = array("i")
+        ids.frombytes(self.prompt)
+        return ids
+
+
+@dataclass(frozen=True, slots=True)
+class Abort:
+    """End a request early. `reason` STOP: the frontend saw a stop string; ABORT: the client left."""
+
+    uid: int
+    reason: FinishReason = FinishReason.ABORT
+
+
+@dataclass(frozen=True, slots=True)
+class StepDigest:
+    """Rolling CRCs of what was decided up to and including `step`; see scheduler/digest.py."""
+
+    step: int
+    rows: int
+    pages: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class StepInput:
+    """All that may influence a scheduling decision, made on rank 0 and broadcast to every rank.
+
+    Attributes:
+        step: the step number that this input opens.
+        now: rank 0's time.monotonic() in seconds.
+        free_steps: how many of the following steps run without an exchange (pure decode, no arrivals looked at).
+        digest: rank 0's digest of an earlier step, or None.
+    """
+
+    step: int
+    now: float
+    arrivals: tuple[Request, ...] = ()
+    aborts: tuple[Abort, ...] = ()
+    phase: ServicePhase = ServicePhase.RUN
+    free_steps: int = 0
+    digest: StepDigest | None = None
+
+
+# ---- scheduler -> engine ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class NewRow:
+    """A sequence that got a row ("slot") of the engine's row table in this step (first admission or after preemption).
+
+    Attributes:
+        slot: row index, 0 <= slot < max_num_seqs.
+        tokens: all known tokens (prompt and output so far). Owned by the scheduler, which appends to it later:
+            the engine reads `tokens[:num_tokens]` while handling this batch and keeps no reference.
+        num_tokens: how many of `tokens` are known now.
+        num_prompt: how many of them are prompt.
+        num_cached: leading tokens whose KV is already in the row's pages (prefix hit).
+    """
+
+    slot: int
+    uid: int
+    params: SamplingParams
+    tokens: array[int]
+    num_tokens: int
+    num_prompt: int
+    num_cached: int
+
+
+@dataclass(frozen=True, slots=True)
+class PrefillChunk:
+    """Tokens of one row to compute in this step: positions start .. start+len(tokens)-1.
+
+    `samples` is True when this chunk reaches the last known token, so that a new token is sampled from its last row.
+    """
+
+    slot: int
+    start: int
+    tokens: array[int]
+    samples: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ScheduledBatch:
+    """One step's work, decided alike on every rank. The engine applies new_rows, then page_writes, then computes.
+
+    The sampled rows, in order: every row of `decode_slots`, then every chunk with `samples`.
+
+    Attributes:
+        decode_slots: rows that compute one token each: their latest sampled token, at the row's current length. With
+            overlap that token may still be on the device only.
+        page_writes: (slot, first logical page index, page ids) to put into the page table before computing.
+    """
+
+    step: int
+    decode_slots: list[int]
+    chunks: list[PrefillChunk] = field(default_factory=list)
+    new_rows: list[NewRow] = field(default_factory=list)
+    page_writes: list[tuple[int, int, list[int]]] = field(default_factory=list)
+
+    @property
+    def num_sampled(self) -> int:
+        return len(self.decode_slots) + sum(1 for c in self.chunks if c.samples)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.decode_slots) + sum(len(c.tokens) for c in self.chunks)
+
+
+# ---- engine -> scheduler ------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprobs:
+    """Log-probabilities at one position: of the chosen (or prompt) token, and of the top n (ids and values, best first)."""
+
+    logprob: float
+    rank: int
+    top_ids: list[int] = field(default_factory=list)
+    top_logprobs: list[float] = field(default_factory=list)
+
+
+@dataclass(frozen=True, slots=True)
+class StepTokens:
+    """What a step sampled: `tokens[i]` belongs to the batch's i-th sampled row.
+
+    Attributes:
+        logprobs: sampled-row index -> logprobs, for the rows that asked.
+        prompt_logprobs: chunk index -> logprobs of the tokens at positions start+1 .. start+len (those that the prompt
+            still has), for the rows that asked.
+    """
+
+    tokens: list[int]
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+
+
+# ---- rank 0: step loop -> frontend --------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Finish:
+    """The one terminal output of a request. `message` and `code` are set when reason is ERROR."""
+
+    uid: int
+    reason: FinishReason
+    message: str = ""
+    code: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StepStats:
+    """Gauges and counters of the scheduler and the loop at the end of a step, for /metrics. Times in seconds."""
+
+    step: int
+    running: int
+    waiting: int
+    preempted_total: int
+    pages_total: int
+    pages_free: int
+    pages_cached: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    generation_tokens_total: int
+    step_time: float = 0.0
+    exchange_time: float = 0.0
+
+
+@dataclass(slots=True)
+class StepOutput:
+    """What one step produced, in columns (a row object per token would cost more than scheduling it).
+
+    Attributes:
+        uids, tokens: one row for each produced token, in commit order.
+        started: (uid, cached prompt tokens) when a request's first token is in this output.
+        logprobs: row index -> logprobs.
+        prompt_logprobs: (uid, first position, logprobs of consecutive prompt tokens); may come over several steps.
+        finished: terminal outputs; a request's last token, if it produced one now, is among the rows of this output.
+    """
+
+    step: int
+    uids: list[int] = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
+    started: list[tuple[int, int]] = field(default_factory=list)
+    logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    prompt_logprobs: list[tuple[int, int, list[TokenLogprobs]]] = field(default_factory=list)
+    finished: list[Finish] = field(default_factory=list)
+    stats: StepStats | None = None
+
+    def __bool__(self) -> bool:
+        return bool(self.uids or self.finished or self.prompt_logprobs)
