@@ -281,3 +281,36 @@ class StepOutput:
 
     def __bool__(self) -> bool:
         return bool(self.uids or self.finished or self.prompt_logprobs)
+
+
+class ServiceState(IntEnum):
+    """What /health tells. It only ever grows."""
+
+    STARTING = 0
+    READY = 1
+    DRAINING = 2
+    FAILED = 3
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """What the frontend must know of the model that is served.
+
+    Attributes:
+        name: the name in the API.
+        folder: local folder with the tokenizer files and the chat template.
+        max_model_len: context length in tokens.
+        max_request_tokens: tokens that the KV pool holds at most; a request that needs more can never run.
+        generation_defaults: temperature, top_k, top_p... from the model's generation_config.json.
+        created: Unix time of the start.
+    """
+
+    name: str
+    folder: str
+    max_model_len: int
+    max_request_tokens: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    bos_token_id: int | None = None
+    generation_defaults: dict[str, float] = field(default_factory=dict)
+    created: int = 0
