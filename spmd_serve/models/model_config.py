@@ -5,16 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-
-@dataclass(frozen=True)
-class RopeConfig:
-    """One rotary embedding. `kind` is Hugging Face's rope_type: default, linear, dynamic, yarn, llama3, longrope."""
-
-    theta: float = 10000.0
-    kind: str = "default"
-    rotary_dim: int | None = None  # None: the whole head
-    params: dict[str, Any] = field(default_factory=dict)  # the scaling dict as in config.json
-    original_max_position: int | None = None
+from spmd_serve.layers.rotary import RopeConfig
 
 
 @dataclass(frozen=True)

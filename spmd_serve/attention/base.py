@@ -1,0 +1,85 @@
+"""What an attention backend is given and what it must do.
+
+Queries come packed: first one row per decoding sequence, then the rows of the prefill chunks. K and V of all of them
+are in the paged cache already when `attend` runs, so a backend only reads the cache.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """One layer's kind of attention. `window`: a query sees itself and window - 1 tokens before it."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class ChunkSpan:
+    """A prefill chunk: query rows offset .. offset+length-1 of the batch are positions start .. start+length-1 of a row.
+
+    `pages`: the row's page ids, enough for start + length tokens (host side, not to be changed).
+    """
+
+    slot: int
+    start: int
+    length: int
+    offset: int
+    pages: list[int]
+
+
+@dataclass(frozen=True)
+class AttentionBatch:
+    """One step's shape.
+
+    Attributes:
+        page_table: int32 [rows, max_pages] on the device; row = slot.
+        decode_slots: int64 [num_decodes] on the device.
+        decode_lengths: int64 [num_decodes] on the device, KV length including the token of this step.
+        decode_lengths_host: the same on the host, or None where nobody needs it (device-planned backends).
+    """
+
+    page_table: Tensor
+    page_size: int
+    decode_slots: Tensor
+    decode_lengths: Tensor
+    decode_lengths_host: list[int]
+    chunks: tuple[ChunkSpan, ...] = ()
+
+    @property
+    def num_decodes(self) -> int:
+        return len(self.decode_lengths_host)
+
+
+class AttentionBackend(Protocol):
+    """One object per rank. `plan` runs once per step, `attend` once per layer."""
+
+    def plan(self, batch: AttentionBatch) -> None:
+        """Prepare the step; everything that does not depend on the layer."""
+        ...
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
+        """q: [tokens, q_heads, head_dim]; caches: [pages, page_size, kv_heads, head_dim] -> [tokens, q_heads, head_dim].
+
+        Query head h attends to KV head h // (q_heads / kv_heads).
+        """
+        ...
+
+
+def make_backend(name: str, device: torch.device) -> AttentionBackend:
+    """`name`: torch or flashinfer. Imported here so that nobody needs FlashInfer without a GPU."""
+    if name == "flashinfer":
+        from spmd_serve.attention.flashinfer import FlashInferAttention
+
+        return FlashInferAttention(device)
+    from spmd_serve.attention.torch_native import TorchAttention
+
+    return TorchAttention()

@@ -1,0 +1,142 @@
+"""Attention in plain torch: the CPU backend and the reference for the others.
+
+Decoding rows are gathered from their pages and attended together; rows of very different lengths are cut into groups so
+that the padding stays below the work. A prefill chunk is one call each.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from spmd_serve.attention.base import AttentionBatch, AttentionSpec, ChunkSpan
+
+
+@dataclass
+class _DecodeGroup:
+    """Decoding rows `rows` (None: all of them) padded to the same number of pages."""
+
+    rows: Tensor | None
+    pages: Tensor  # int64 [rows, pages]
+    lengths: Tensor  # int64 [rows]
+    masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
+
+
+@dataclass
+class _Chunk:
+    span: ChunkSpan
+    pages: Tensor  # int64 [pages]
+    masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+
+class TorchAttention:
+    """See AttentionBackend."""
+
+    def __init__(self) -> None:
+        self._groups: list[_DecodeGroup] = []
+        self._chunks: list[_Chunk] = []
+        self._num_decodes = 0
+
+    def plan(self, batch: AttentionBatch) -> None:
+        self._num_decodes = batch.num_decodes
+        self._groups = _group_decodes(batch)
+        device = batch.page_table.device
+        self._chunks = [_Chunk(span, torch.tensor(span.pages, device=device)) for span in batch.chunks]
+
+    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
+        out = torch.empty_like(q)
+        for group in self._groups:
+            queries = q[: self._num_decodes] if group.rows is None else q[group.rows]
+            result = _decode(queries, k_cache, v_cache, group, spec)
+            if group.rows is None:
+                out[: self._num_decodes] = result
+            else:
+                out[group.rows] = result
+        for chunk in self._chunks:
+            rows = slice(chunk.span.offset, chunk.span.offset + chunk.span.length)
+            out[rows] = _prefill(q[rows], k_cache, v_cache, chunk, spec)
+        return out
+
+
+def _group_decodes(batch: AttentionBatch) -> list[_DecodeGroup]:
+    lengths = batch.decode_lengths_host
+    if not lengths:
+        return []
+    needed = [-(-n // batch.page_size) for n in lengths]
+    slots = batch.decode_slots
+    if max(needed) <= 2 * max(min(needed), 16):
+        table = batch.page_table[slots, : max(needed)].long()
+        return [_DecodeGroup(None, table, batch.decode_lengths)]
+    order = sorted(range(len(lengths)), key=needed.__getitem__)
+    groups: list[list[int]] = []
+    for row in order:
+        if not groups or needed[row] > 2 * max(needed[groups[-1][0]], 16):
+            groups.append([])
+        groups[-1].append(row)
+    out = []
+    for members in groups:
+        rows = torch.tensor(members, device=slots.device)
+        table = batch.page_table[slots[rows], : needed[members[-1]]].long()
+        out.append(_DecodeGroup(rows, table, batch.decode_lengths[rows]))
+    return out
+
+
+def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _DecodeGroup, spec: AttentionSpec) -> Tensor:
+    """q: [rows, q_heads, head_dim]. The query heads of a KV head are treated as its query positions."""
+    rows, q_heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    key = (spec.window, q.dtype)
+    if key not in group.masks:
+        positions = torch.arange(group.pages.shape[1] * k_cache.shape[1], device=q.device)
+        hidden = positions[None, :] >= group.lengths[:, None]
+        if spec.window is not None:
+            hidden |= positions[None, :] < group.lengths[:, None] - spec.window
+        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
+        group.masks[key] = mask[:, None, None, :]
+    k = k_cache[group.pages].view(rows, -1, kv_heads, head_dim).transpose(1, 2)
+    v = v_cache[group.pages].view(rows, -1, kv_heads, head_dim).transpose(1, 2)
+    grouped = q.view(rows, kv_heads, q_heads // kv_heads, head_dim)
+    return _sdpa(grouped, k, v, group.masks[key], False, spec).reshape(rows, q_heads, head_dim)
+
+
+def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: _Chunk, spec: AttentionSpec) -> Tensor:
+    """q: [length, q_heads, head_dim] of one chunk."""
+    length, q_heads, head_dim = q.shape
+    kv_heads = k_cache.shape[2]
+    end = chunk.span.start + length
+    if spec.window not in chunk.masks:
+        chunk.masks[spec.window] = _causal_mask(chunk.span.start, length, spec.window, q.device)
+    mask = chunk.masks[spec.window]
+    k = k_cache[chunk.pages].view(-1, kv_heads, head_dim)[:end].transpose(0, 1)
+    v = v_cache[chunk.pages].view(-1, kv_heads, head_dim)[:end].transpose(0, 1)
+    if kv_heads != q_heads:
+        k = k.repeat_interleave(q_heads // kv_heads, dim=0)
+        v = v.repeat_interleave(q_heads // kv_heads, dim=0)
+    out = _sdpa(q.transpose(0, 1)[None], k[None], v[None], mask, mask is None, spec)
+    return out[0].transpose(0, 1)
+
+
+def _causal_mask(start: int, length: int, window: int | None, device: torch.device) -> Tensor | None:
+    """True where a query may look: bool [length, start + length]. None stands for plain causal (start 0)."""
+    if start == 0 and (window is None or length <= window):
+        return None
+    distance = torch.arange(start, start + length, device=device)[:, None] - torch.arange(start + length, device=device)
+    visible = distance >= 0
+    return visible if window is None else visible & (distance < window)
+
+
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, spec: AttentionSpec) -> Tensor:
+    """q: [batch, heads, queries, head_dim]; k, v: [batch, heads, keys, head_dim]."""
+    if spec.softcap is None:
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=spec.scale)
+    scores = (q.float() @ k.float().transpose(-1, -2)) * spec.scale
+    scores = spec.softcap * torch.tanh(scores / spec.softcap)
+    if causal:
+        mask = _causal_mask(0, q.shape[-2], None, q.device)
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril() if mask is None else mask
+    if mask is not None:
+        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    return (scores.softmax(dim=-1) @ v.float()).to(q.dtype)

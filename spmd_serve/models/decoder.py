@@ -1,0 +1,268 @@
+"""One decoder for the Llama family and its relatives; what differs between families is in ModelConfig.
+
+The decoder holds one rank's shard. Two all-reduces per layer (after attention and after the MLP) make the hidden state
+equal on all ranks; logits stay sharded over the vocabulary.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spmd_serve.attention.base import AttentionBackend, AttentionSpec
+from spmd_serve.distributed.collectives import Communicator
+from spmd_serve.distributed.partition import Partition
+from spmd_serve.layers.activation import gated_activation
+from spmd_serve.layers.embedding import Embedding
+from spmd_serve.layers.linear import Linear
+from spmd_serve.layers.norm import RMSNorm
+from spmd_serve.layers.rotary import rope_factors, rope_table, rotate
+from spmd_serve.models.model_config import LayerSpec, ModelConfig
+from spmd_serve.models.weights import WeightPiece
+
+KVLayers = list[tuple[Tensor, Tensor]]
+
+
+@dataclass(frozen=True)
+class DecoderContext:
+    """What every layer is built with."""
+
+    model: ModelConfig
+    partition: Partition
+    comm: Communicator
+    attention: AttentionBackend
+    dtype: torch.dtype
+    device: torch.device
+
+    def linear(self, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
+        return Linear(in_features, out_features, dtype=self.dtype, device=self.device, bias=bias)
+
+    def norm(self, size: int) -> RMSNorm:
+        model = self.model
+        return RMSNorm(size, eps=model.norm_eps, offset=model.norm_offset, dtype=self.dtype, device=self.device)
+
+
+@dataclass(frozen=True)
+class StepTensors:
+    """What the layers need to know of a step besides the attention plan.
+
+    Attributes:
+        kv_locations: int64 [tokens], where each token's K and V go: page * page_size + offset.
+        ropes: (cos, signed sin) per ModelConfig.ropes entry, for `rotate`.
+    """
+
+    kv_locations: Tensor
+    ropes: tuple[tuple[Tensor, Tensor], ...]
+
+
+class Attention:
+    """Projections, rotary embedding, cache write and attention of one layer."""
+
+    def __init__(self, ctx: DecoderContext, layer: LayerSpec, prefix: str) -> None:
+        model, part = ctx.model, ctx.partition
+        self._ctx = ctx
+        self._layer = layer
+        self._prefix = prefix
+        self._q_heads, self._kv_heads, self._head_dim = len(part.q_heads), len(part.kv_heads), model.head_dim
+        scale = model.attn_scale if model.attn_scale is not None else model.head_dim**-0.5
+        self._spec = AttentionSpec(scale=scale, window=layer.window, softcap=model.attn_softcap)
+        rows = (self._q_heads + 2 * self._kv_heads) * self._head_dim
+        self.qkv = ctx.linear(model.hidden_size, rows, bias=model.qkv_bias)
+        # The output bias is added once, by rank 0.
+        self.o = ctx.linear(self._q_heads * self._head_dim, model.hidden_size, bias=model.o_bias and part.rank == 0)
+        self.q_norm = ctx.norm(model.head_dim) if model.qk_norm == "head" else None
+        self.k_norm = ctx.norm(model.head_dim) if model.qk_norm == "head" else None
+
+    def __call__(self, x: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """x: [tokens, hidden] -> this rank's partial sum, [tokens, hidden]."""
+        if self._q_heads == 0:
+            return torch.zeros_like(x)
+        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
+        split = self._q_heads + self._kv_heads
+        qk, v = heads[:, :split], heads[:, split:]
+        if self.q_norm is not None and self.k_norm is not None:
+            qk = torch.cat((self.q_norm(qk[:, : self._q_heads]), self.k_norm(qk[:, self._q_heads :])), dim=1)
+        if self._layer.rope is not None:
+            qk = rotate(qk, *step.ropes[self._layer.rope])
+        k_cache.view(-1, self._kv_heads, self._head_dim).index_copy_(
+            0, step.kv_locations, qk[:, self._q_heads :].to(k_cache.dtype)
+        )
+        v_cache.view(-1, self._kv_heads, self._head_dim).index_copy_(0, step.kv_locations, v.to(v_cache.dtype))
+        out = self._ctx.attention.attend(qk[:, : self._q_heads], k_cache, v_cache, self._spec)
+        return self.o(out.view(x.shape[0], -1))
+
+    def pieces(self) -> Iterator[WeightPiece]:
+        model, part, d = self._ctx.model, self._ctx.partition, self._head_dim
+        q_rows = _scaled(part.q_heads, d)
+        kv_rows = _scaled(part.kv_heads, d)
+        q_all, kv_all, hidden = model.num_q_heads * d, model.num_kv_heads * d, model.hidden_size
+        names = ("q_proj", "k_proj", "v_proj")
+        totals = (q_all, kv_all, kv_all)
+        start, offset = 0, 0
+        for name, rows, total in zip(names, (q_rows, kv_rows, kv_rows), totals, strict=True):
+            target = self.qkv.weight[start : start + len(rows)]
+            bias = None if self.qkv.bias is None else self.qkv.bias[start : start + len(rows)]
+            if model.fused_qkv_weights:
+                source, index, full = "qkv_proj", slice(offset + rows.start, offset + rows.stop), sum(totals)
+            else:
+                source, index, full = name, slice(rows.start, rows.stop), total
+            yield WeightPiece(target, f"{self._prefix}.{source}.weight", (index,), (full, hidden))
+            if bias is not None:
+                yield WeightPiece(bias, f"{self._prefix}.{source}.bias", (index,), (full,))
+            start += len(rows)
+            offset += total
+        columns = slice(q_rows.start, q_rows.stop)
+        yield WeightPiece(self.o.weight, f"{self._prefix}.o_proj.weight", (slice(None), columns), (hidden, q_all))
+        if model.o_bias:
+            target = self.o.bias if self.o.bias is not None else torch.empty(0)
+            yield WeightPiece(target, f"{self._prefix}.o_proj.bias", (slice(None),), (hidden,))
+        for norm, name in ((self.q_norm, "q_norm"), (self.k_norm, "k_norm")):
+            if norm is not None:
+                yield WeightPiece(norm.weight, f"{self._prefix}.{name}.weight", (slice(None),), tuple(norm.weight.shape))
+
+
+class MLP:
+    """Gated MLP over this rank's columns."""
+
+    def __init__(self, ctx: DecoderContext, prefix: str) -> None:
+        model, columns = ctx.model, ctx.partition.ffn
+        self._ctx = ctx
+        self._prefix = prefix
+        self.gate_up = ctx.linear(model.hidden_size, 2 * len(columns), bias=model.mlp_bias)
+        self.down = ctx.linear(len(columns), model.hidden_size, bias=model.mlp_bias and ctx.partition.rank == 0)
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """x: [tokens, hidden] -> this rank's partial sum, [tokens, hidden]."""
+        return self.down(gated_activation(self.gate_up(x), self._ctx.model.activation))
+
+    def pieces(self) -> Iterator[WeightPiece]:
+        model, columns = self._ctx.model, self._ctx.partition.ffn
+        n, total, hidden = len(columns), model.intermediate_size, model.hidden_size
+        for i, name in enumerate(("gate_proj", "up_proj")):
+            rows = slice(i * n, (i + 1) * n)
+            if model.fused_qkv_weights:
+                source, full = "gate_up_proj", 2 * total
+                index = slice(i * total + columns.start, i * total + columns.stop)
+            else:
+                source, full, index = name, total, slice(columns.start, columns.stop)
+            yield WeightPiece(self.gate_up.weight[rows], f"{self._prefix}.{source}.weight", (index,), (full, hidden))
+            if self.gate_up.bias is not None:
+                yield WeightPiece(self.gate_up.bias[rows], f"{self._prefix}.{source}.bias", (index,), (full,))
+        index = slice(columns.start, columns.stop)
+        yield WeightPiece(self.down.weight, f"{self._prefix}.down_proj.weight", (slice(None), index), (hidden, total))
+        if model.mlp_bias:
+            target = self.down.bias if self.down.bias is not None else torch.empty(0)
+            yield WeightPiece(target, f"{self._prefix}.down_proj.bias", (slice(None),), (hidden,))
+
+
+class DecoderLayer:
+    """Attention and MLP with their norms and residual adds."""
+
+    def __init__(self, ctx: DecoderContext, index: int) -> None:
+        model = ctx.model
+        self._ctx = ctx
+        self._prefix = f"model.layers.{index}"
+        self.attention = Attention(ctx, model.layers[index], f"{self._prefix}.self_attn")
+        self.mlp = MLP(ctx, f"{self._prefix}.mlp")
+        # Names as in Hugging Face's checkpoints: with post-norms, "post_attention_layernorm" is the norm of the
+        # attention's output; without them it is the norm before the MLP.
+        hidden = model.hidden_size
+        self.attention_pre = ctx.norm(hidden) if model.pre_norms else None
+        self.mlp_pre = ctx.norm(hidden) if model.pre_norms else None
+        self.attention_post = ctx.norm(hidden) if model.post_norms else None
+        self.mlp_post = ctx.norm(hidden) if model.post_norms else None
+
+    def __call__(
+        self, x: Tensor, residual: Tensor | None, step: StepTensors, k_cache: Tensor, v_cache: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """x: the last block's output, not yet added to residual. Returns the same pair. Collective (twice)."""
+        comm = self._ctx.comm
+        x, residual = _add_norm(x, residual, self.attention_pre)
+        x = comm.all_reduce_(self.attention(x, step, k_cache, v_cache))
+        if self.attention_post is not None:
+            x = self.attention_post(x)
+        x, residual = _add_norm(x, residual, self.mlp_pre)
+        x = comm.all_reduce_(self.mlp(x))
+        if self.mlp_post is not None:
+            x = self.mlp_post(x)
+        return x, residual
+
+    def pieces(self) -> Iterator[WeightPiece]:
+        yield from self.attention.pieces()
+        yield from self.mlp.pieces()
+        has_post = self._ctx.model.post_norms
+        for norm, name in (
+            (self.attention_pre, "input_layernorm"),
+            (self.mlp_pre, "pre_feedforward_layernorm" if has_post else "post_attention_layernorm"),
+            (self.attention_post, "post_attention_layernorm"),
+            (self.mlp_post, "post_feedforward_layernorm"),
+        ):
+            if norm is not None:
+                yield WeightPiece(norm.weight, f"{self._prefix}.{name}.weight", (slice(None),), tuple(norm.weight.shape))
+
+
+class Decoder:
+    """The whole model on one rank."""
+
+    def __init__(self, ctx: DecoderContext, max_len: int) -> None:
+        model, part = ctx.model, ctx.partition
+        self._ctx = ctx
+        self.embedding = Embedding(part.vocab, model.hidden_size, dtype=ctx.dtype, device=ctx.device, comm=ctx.comm)
+        self.layers = [DecoderLayer(ctx, i) for i in range(model.num_layers)]
+        self.norm = ctx.norm(model.hidden_size)
+        self.lm_head = ctx.linear(model.hidden_size, len(part.vocab))
+        if model.tie_embeddings:
+            self.lm_head.weight = self.embedding.weight
+        self._rope_tables = [rope_table(rope, model.head_dim, max_len, ctx.device) for rope in model.ropes]
+
+    def __call__(self, tokens: Tensor, positions: Tensor, kv_locations: Tensor, kv: KVLayers) -> Tensor:
+        """tokens, positions, kv_locations: int64 [tokens] -> hidden states after the last norm, [tokens, hidden].
+
+        The attention backend must have planned the step. Collective.
+        """
+        ropes = tuple(rope_factors(table, positions, self._ctx.dtype) for table in self._rope_tables)
+        step = StepTensors(kv_locations, ropes)
+        x = self.embedding(tokens)
+        if self._ctx.model.embed_scale != 1.0:
+            x = x * torch.tensor(self._ctx.model.embed_scale, dtype=x.dtype)
+        residual: Tensor | None = None
+        for layer, (k_cache, v_cache) in zip(self.layers, kv, strict=True):
+            x, residual = layer(x, residual, step, k_cache, v_cache)
+        x, _ = _add_norm(x, residual, self.norm)
+        return x
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """hidden: [rows, hidden] -> float32 [rows, vocabulary rows of this rank]."""
+        logits = self.lm_head(hidden).float()
+        cap = self._ctx.model.final_softcap
+        return logits if cap is None else torch.tanh(logits / cap) * cap
+
+    def pieces(self) -> Iterator[WeightPiece]:
+        """All parameters and where they come from."""
+        model, vocab = self._ctx.model, self._ctx.partition.vocab
+        rows = slice(vocab.start, vocab.stop)
+        shape = (model.vocab_size, model.hidden_size)
+        yield WeightPiece(self.embedding.weight, "model.embed_tokens.weight", (rows,), shape)
+        for layer in self.layers:
+            yield from layer.pieces()
+        yield WeightPiece(self.norm.weight, "model.norm.weight", (slice(None),), (model.hidden_size,))
+        if not model.tie_embeddings:
+            yield WeightPiece(self.lm_head.weight, "lm_head.weight", (rows,), shape)
+
+
+def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+    """(norm(x + residual), x + residual); without a norm the sum itself stands for both."""
+    if residual is None:
+        return (x if norm is None else norm(x)), x
+    if norm is None:
+        residual = residual + x
+        return residual, residual
+    return norm.add(x, residual)
+
+
+def _scaled(units: range, size: int) -> range:
+    """Heads -> rows."""
+    return range(units.start * size, units.stop * size)
