@@ -7,7 +7,7 @@ Maddison, Tarlow & Minka 2014). Here G is a pure function of its three arguments
 else: not on its row, the batch, the rank that holds vocabulary index v, or the device. No softmax, no sort, no stream
 of random numbers.
 
-The function, in integers exactly alike on the CPU and the GPU:
+The function, up to u bit for bit alike on the CPU and the GPU:
     key  = splitmix64(splitmix64(seed) ^ position)               64 bits a row (Steele, Lea & Flood 2014)
     hash = two multiply-xorshift rounds over v, keyed by both halves of the key (after C. Wellons, "hash prospector")
     u    = (top 31 bits of hash + 1/2) / 2**31 in (0, 1);  E = -log1p(-u) is exponential;  G = -log(E)
@@ -16,20 +16,26 @@ Taking E from 1 - u keeps 31 bits of resolution where it matters: at the small E
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
-# Shared with the Triton kernel. As signed numbers, because torch's integers are signed and wrap.
-GOLDEN64 = 0x9E3779B97F4A7C15 - (1 << 64)
-MIX64_A = 0xBF58476D1CE4E5B9 - (1 << 64)
-MIX64_B = 0x94D049BB133111EB - (1 << 64)
-GOLDEN32 = 0x9E3779B1 - (1 << 32)
+# Shared with the Triton kernel.
+GOLDEN64 = 0x9E3779B97F4A7C15
+MIX64_A = 0xBF58476D1CE4E5B9
+MIX64_B = 0x94D049BB133111EB
+GOLDEN32 = 0x9E3779B1
 MIX32_A = 0x21F0AAAD
-MIX32_B = 0xD35A2D97 - (1 << 32)
+MIX32_B = 0xD35A2D97
 LARGEST_BELOW_ONE = 1.0 - 2.0**-24
 
-# Elements of noise that the CPU makes at a time: the scratch (three arrays of 4 bytes) stays in a core's L2.
-_CPU_BLOCK = 1 << 16
+Floats = npt.NDArray[np.float32]
+
+_CPU_BLOCK = 1 << 15  # vocabulary entries at a time, so that the scratch arrays stay in a core's L2
+_LN2 = float(np.log(2.0))
 
 
 def gumbel_argmax(
@@ -47,70 +53,91 @@ def gumbel_argmax(
         values [B] float32: logit / temperature + G, or the logit itself in a greedy row; -inf where V is 0.
         indices [B] int64: in the whole vocabulary. The best pair over shards is the best over the vocabulary.
     """
-    return gumbel_argmax_torch(logits, temperature, seeds, positions, vocab_offset)
+    return gumbel_argmax_cpu(logits, temperature, seeds, positions, vocab_offset)
 
 
-def gumbel_argmax_torch(
+def gumbel_argmax_cpu(
     logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, vocab_offset: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """`gumbel_argmax` in plain torch: the CPU path and the reference of the GPU kernel. Synchronises on a GPU."""
+    """`gumbel_argmax` on the CPU, and the reference of the GPU kernel.
+
+    numpy and not torch: unsigned arithmetic that wraps, and no thread pool to wake for some tens of microseconds.
+    """
     rows, vocab = logits.shape
-    if vocab == 0:
-        values = torch.full((rows,), -torch.inf, dtype=torch.float32, device=logits.device)
-        return values, torch.full((rows,), vocab_offset, dtype=torch.int64, device=logits.device)
-    best, index = logits.max(dim=-1)
-    best = best.float()
-    noisy = torch.nonzero(temperature > 0).flatten()
-    if noisy.numel():
-        keys = row_keys(seeds[noisy], positions[noisy])
-        inverse = 1.0 / temperature[noisy]
-        for i, row in enumerate(noisy.tolist()):  # a row at a time: its scratch stays in cache
-            for start in range(0, vocab, _CPU_BLOCK):
-                block = logits[row, start : start + _CPU_BLOCK]
-                score = gumbel_noise(keys[i], vocab_offset + start, block.shape[0])
-                score += block.float() * inverse[i]
-                value, where = score.max(dim=-1)
-                if start == 0 or value > best[row]:
-                    best[row], index[row] = value, where + start
-    return best, index + vocab_offset
+    values = np.full(rows, -np.inf, dtype=np.float32)
+    indices = np.zeros(rows, dtype=np.int64)
+    if vocab:
+        scores: Floats = logits.float().numpy()
+        draws = zip(temperature.tolist(), seeds.tolist(), positions.tolist(), strict=True)
+        for row, (t, seed, position) in enumerate(draws):
+            if t > 0:
+                inverse = np.float32(1.0) / np.float32(t)
+                values[row], indices[row] = _best_noisy(scores[row], inverse, row_key(seed, position), vocab_offset)
+            else:
+                indices[row] = best = int(scores[row].argmax())
+                values[row] = scores[row, best]
+    return torch.from_numpy(values), torch.from_numpy(indices + vocab_offset)
 
 
-def row_keys(seeds: Tensor, positions: Tensor) -> Tensor:
-    """The 64-bit noise key of each row: int64 [B] from int64 [B], [B]."""
-    return _splitmix64(_splitmix64(seeds) ^ positions)
+def row_key(seed: int, position: int) -> int:
+    """The 64-bit noise key of a row."""
+    return _splitmix64(_splitmix64(seed) ^ position)
 
 
-def gumbel_noise(key: Tensor, start: int, count: int) -> Tensor:
-    """Standard Gumbel noise of vocabulary indices start .. start+count-1: [count] float32. `key`: int64 scalar."""
-    u = noise_bits(key, start, count).float()
-    u += 0.5
-    u *= 2.0**-31
-    u.clamp_(max=LARGEST_BELOW_ONE)
-    return u.neg_().log1p_().neg_().log_().neg_()
+def gumbel_noise(u: Floats) -> Floats:
+    """Standard Gumbel numbers from the uniforms of `uniforms`."""
+    return np.negative(np.log(np.negative(np.log1p(np.negative(u)))))
 
 
-def noise_bits(key: Tensor, start: int, count: int) -> Tensor:
-    """The 31 random bits behind the noise: [count] int32, not negative."""
-    low, high = key.reshape(1).view(torch.int32).unbind()  # little-endian, as every platform that torch supports
-    x = torch.arange(start, start + count, dtype=torch.int32, device=key.device)
-    shifted = torch.empty_like(x)
-    x.mul_(GOLDEN32).add_(low)
-    _xor_shift(x, 16, shifted)
-    x.mul_(MIX32_A)
-    _xor_shift(x, 15, shifted)
-    x.bitwise_xor_(high).mul_(MIX32_B)
-    _xor_shift(x, 15, shifted)
-    return x.bitwise_right_shift_(1).bitwise_and_(0x7FFFFFFF)
+def uniforms(key: int, start: int, count: int) -> Floats:
+    """The uniform numbers in (0, 1) behind the noise of vocabulary indices start .. start+count-1: [count] float32."""
+    x = np.arange(start, start + count, dtype=np.uint32)
+    shifted = np.empty_like(x)
+    x *= np.uint32(GOLDEN32)
+    x += np.uint32(key & 0xFFFFFFFF)
+    x ^= np.right_shift(x, 16, out=shifted)
+    x *= np.uint32(MIX32_A)
+    x ^= np.right_shift(x, 15, out=shifted)
+    x ^= np.uint32(key >> 32)
+    x *= np.uint32(MIX32_B)
+    x ^= np.right_shift(x, 15, out=shifted)
+    x >>= 1
+    u = x.astype(np.float32)
+    u += np.float32(0.5)
+    u *= np.float32(2.0**-31)
+    return np.minimum(u, np.float32(LARGEST_BELOW_ONE), out=u)
 
 
-def _xor_shift(x: Tensor, by: int, scratch: Tensor) -> None:
-    """x ^= x >> by (logical, int32), in place."""
-    torch.bitwise_right_shift(x, by, out=scratch)
-    x.bitwise_xor_(scratch.bitwise_and_((1 << (32 - by)) - 1))
+def _best_noisy(logits: Floats, inverse: Any, key: int, vocab_offset: int) -> tuple[Any, int]:
+    """Value and local index of the best of logits * inverse + G; the lowest index wins ties.
+
+    Two logarithms for each entry would be most of the cost. E >= u, and a float's bits, read as an integer, are a
+    piecewise linear log2 from below: that bounds every score from above for a tenth of the work, and only the few
+    entries whose bound reaches the best one's score need the true value. The result is the same, by construction.
+    """
+    best: Any = -np.inf
+    where = 0
+    for start in range(0, len(logits), _CPU_BLOCK):
+        scaled = logits[start : start + _CPU_BLOCK] * inverse
+        u = uniforms(key, vocab_offset + start, len(scaled))
+        bound = u.view(np.int32).astype(np.float32)
+        bound *= np.float32(-_LN2 * 2.0**-23)
+        bound += np.float32(127 * _LN2 + 1e-4)  # the 1e-4 covers all rounding in here
+        bound += scaled
+        lead = bound.argmax()
+        floor = scaled[lead] + gumbel_noise(u[lead : lead + 1])[0]
+        few = np.flatnonzero(bound >= max(floor, best))
+        if len(few):
+            exact = scaled[few] + gumbel_noise(u[few])
+            i = int(exact.argmax())
+            if exact[i] > best:
+                best, where = exact[i], start + int(few[i])
+    return best, where
 
 
-def _splitmix64(x: Tensor) -> Tensor:
-    x = x + GOLDEN64
-    x = (x ^ ((x >> 30) & ((1 << 34) - 1))) * MIX64_A
-    x = (x ^ ((x >> 27) & ((1 << 37) - 1))) * MIX64_B
-    return x ^ ((x >> 31) & ((1 << 33) - 1))
+def _splitmix64(x: int) -> int:
+    mask = (1 << 64) - 1
+    x = (x + GOLDEN64) & mask
+    x = ((x ^ (x >> 30)) * MIX64_A) & mask
+    x = ((x ^ (x >> 27)) * MIX64_B) & mask
+    return x ^ (x >> 31)
