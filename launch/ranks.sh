@@ -1,0 +1,57 @@
+#!/usr/bin/env bash
+# run_ranks: torchrun as a child, signals passed on, and an exit code that tells a clean drain from a failure.
+# Sourced by serve.sh and multinode.sh after venv.sh.
+
+# True when torchrun ended because it was signalled and each of its ranks reported a clean end. Then, and only then, its
+# exit code 1 is no failure. Ranks report by a file OUTCOME/ATTEMPT.LOCAL_RANK that they write as their last act;
+# torchrun itself writes down what ended it (TORCHELASTIC_ERROR_FILE).
+drained_cleanly() { # drained_cleanly OUTCOME NPROC
+    local outcome=$1 nproc=$2 attempt local_rank
+    grep -qs '"SignalException: ' "$outcome/torchrun.json" || return 1
+    attempt=$(find "$outcome" -name '*.0' -exec basename {} .0 \; | sort -n | tail -n 1)
+    [ -n "$attempt" ] || return 1
+    for ((local_rank = 0; local_rank < nproc; local_rank++)); do
+        [ -e "$outcome/$attempt.$local_rank" ] || return 1
+    done
+}
+
+# The first signal goes to the ranks, which drain and exit 0, so that torchrun ends normally. A second one goes to
+# torchrun, which kills after 30 s what has not ended.
+pass_signal_on() {
+    if [ "$signals" -eq 0 ] && pkill -TERM -P "$torchrun"; then
+        say "stopping: running requests may finish (again to insist)"
+    else
+        kill -TERM "$torchrun" 2>/dev/null || true
+    fi
+    signals=$((signals + 1))
+}
+
+run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean end or drain, else torchrun's exit code
+    local nproc=$1 outcome code cores torchrun signals=0 die_with_parent=()
+    shift
+    outcome=$(mktemp -d "${TMPDIR:-/tmp}/spmd_serve.XXXXXX")
+    if [ -z "${OMP_NUM_THREADS:-}" ]; then # else torchrun warns and sets 1
+        cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) # nproc minds a batch system's limits
+        export OMP_NUM_THREADS=$((cores > nproc ? cores / nproc : 1))
+    fi
+    # If this script is killed, torchrun must not live on: the kernel sends it SIGTERM.
+    if command -v setpriv >/dev/null; then die_with_parent=(setpriv --pdeathsig TERM); fi
+    trap pass_signal_on TERM INT HUP
+    set -m # a process group of its own: Ctrl-C in a terminal reaches this script alone, which passes it on
+    SPMD_SERVE_OUTCOME_DIR=$outcome TORCHELASTIC_ERROR_FILE=$outcome/torchrun.json \
+        "${die_with_parent[@]}" "$PYTHON" -m torch.distributed.run --nproc-per-node="$nproc" "$@" &
+    torchrun=$!
+    set +m
+    while :; do # a trapped signal ends wait, not torchrun
+        code=0
+        wait "$torchrun" || code=$?
+        kill -0 "$torchrun" 2>/dev/null || break
+    done
+    trap - TERM INT HUP
+    if [ "$code" -ne 0 ] && drained_cleanly "$outcome" "$nproc"; then
+        say "torchrun was signalled and all $nproc ranks ended cleanly: exit 0 (its traceback above is its way to say so)"
+        code=0
+    fi
+    rm -rf "$outcome"
+    return "$code"
+}
