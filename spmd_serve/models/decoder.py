@@ -121,7 +121,9 @@ class Attention:
             yield WeightPiece(target, f"{self._prefix}.o_proj.bias", (slice(None),), (hidden,))
         for norm, name in ((self.q_norm, "q_norm"), (self.k_norm, "k_norm")):
             if norm is not None:
-                yield WeightPiece(norm.weight, f"{self._prefix}.{name}.weight", (slice(None),), tuple(norm.weight.shape))
+                yield WeightPiece(
+                    norm.weight, f"{self._prefix}.{name}.weight", (slice(None),), tuple(norm.weight.shape)
+                )
 
 
 class MLP:
@@ -201,7 +203,9 @@ class DecoderLayer:
             (self.mlp_post, "post_feedforward_layernorm"),
         ):
             if norm is not None:
-                yield WeightPiece(norm.weight, f"{self._prefix}.{name}.weight", (slice(None),), tuple(norm.weight.shape))
+                yield WeightPiece(
+                    norm.weight, f"{self._prefix}.{name}.weight", (slice(None),), tuple(norm.weight.shape)
+                )
 
 
 class Decoder:

@@ -1,0 +1,166 @@
+"""From options to a ModelRunner with loaded weights."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+
+import torch
+
+from spmd_serve.attention.base import make_backend
+from spmd_serve.config import Config
+from spmd_serve.distributed.collectives import Communicator
+from spmd_serve.distributed.partition import make_partition
+from spmd_serve.engine.kv_cache import KVCache
+from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
+from spmd_serve.errors import ConfigError
+from spmd_serve.models.decoder import Decoder, DecoderContext
+from spmd_serve.models.model_config import ModelConfig
+from spmd_serve.models.weights import load_weights, open_source
+
+logger = logging.getLogger(__name__)
+
+_CPU_KV_MEMORY = 2**30
+
+
+def pick_device(name: str, local_rank: int) -> torch.device:
+    """`name`: auto, cpu or cuda. A rank's GPU is the one with its local rank's number.
+
+    Raises:
+        ConfigError: CUDA is asked for and not there, or has fewer GPUs than the host has ranks.
+    """
+    if name == "cpu" or (name == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigError("--device cuda needs an NVIDIA GPU and a CUDA build of torch; neither was found together")
+    if local_rank >= torch.cuda.device_count():
+        raise ConfigError(
+            f"local rank {local_rank} has no GPU: {torch.cuda.device_count()} are visible; start as many ranks as GPUs"
+        )
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """auto is the checkpoint's type on a GPU; on a CPU bfloat16 where the CPU multiplies it natively, else float32."""
+    if name != "auto":
+        return getattr(torch, name)  # type: ignore[no-any-return]
+    if device.type == "cuda":
+        return torch.float16 if model.dtype == "float16" else torch.bfloat16
+    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> Config:
+    """A new Config without "auto": every value that depends on the model and the kind of device is filled in.
+
+    Raises:
+        ConfigError: the options contradict the model.
+    """
+    gpu = device.type == "cuda"
+    max_len = config.model.max_model_len or model.max_position
+    if max_len > model.max_position:
+        raise ConfigError(
+            f"--max-model-len {max_len} exceeds what the model was made for ({model.max_position} tokens)"
+        )
+    dtype = str(pick_dtype(config.model.dtype, model, device)).removeprefix("torch.")
+    replace = dataclasses.replace
+    return replace(
+        config,
+        model=replace(config.model, max_model_len=max_len, dtype=dtype),
+        cache=replace(config.cache, page_size=config.cache.page_size or 16),
+        scheduler=replace(
+            config.scheduler, max_batch_tokens=config.scheduler.max_batch_tokens or (8192 if gpu else 512)
+        ),
+        engine=replace(
+            config.engine,
+            device=device.type,
+            attention=("flashinfer" if gpu else "torch")
+            if config.engine.attention == "auto"
+            else config.engine.attention,
+            overlap=gpu if config.engine.overlap is None else config.engine.overlap,
+            cuda_graphs=config.engine.cuda_graphs and gpu,
+        ),
+    )
+
+
+def build_runner(
+    config: Config, model: ModelConfig, folder: Path, comm: Communicator, device: torch.device
+) -> ModelRunner:
+    """Build this rank's shard and load its weights. `config` is resolved. Collective.
+
+    Raises:
+        ModelError: the weights do not fit the model.
+    """
+    options, cache, scheduler = config.model, config.cache, config.scheduler
+    assert options.max_model_len and cache.page_size and scheduler.max_batch_tokens, "config is resolved"
+    dtype = pick_dtype(options.dtype, model, device)
+    partition = make_partition(
+        rank=comm.rank,
+        world_size=comm.world_size,
+        num_q_heads=model.num_q_heads,
+        num_kv_heads=model.num_kv_heads,
+        intermediate_size=model.intermediate_size,
+        vocab_size=model.vocab_size,
+        num_experts=model.moe.num_experts if model.moe else 0,
+    )
+    attention = make_backend(config.engine.attention, device)
+    context = DecoderContext(model, partition, comm, attention, dtype, device)
+    with torch.inference_mode():
+        decoder = Decoder(context, options.max_model_len)
+        source = open_source(folder, model, options.load_format, device)
+        report = load_weights(decoder.pieces(), source, progress=comm.rank == 0, ignore=_is_unused(model))
+    logger.info("weights loaded: %s", report)
+    limits = RunnerLimits(
+        page_size=cache.page_size,
+        max_num_seqs=scheduler.max_num_seqs,
+        max_model_len=options.max_model_len,
+        max_batch_tokens=scheduler.max_batch_tokens,
+    )
+    return ModelRunner(model, partition, decoder, attention, comm, limits, folder, dtype, device)
+
+
+def count_pages(config: Config, model: ModelConfig, comm: Communicator, device: torch.device) -> int:
+    """Pages that all ranks can hold: the minimum over ranks. Collective."""
+    cache = config.cache
+    assert cache.page_size is not None
+    if cache.num_pages is not None:
+        return cache.num_pages
+    partition = make_partition(
+        rank=comm.rank,
+        world_size=comm.world_size,
+        num_q_heads=model.num_q_heads,
+        num_kv_heads=model.num_kv_heads,
+        intermediate_size=model.intermediate_size,
+        vocab_size=model.vocab_size,
+    )
+    dtype = pick_dtype(config.model.dtype, model, device)
+    per_page = KVCache.bytes_per_page(model, max(len(partition.kv_heads), 1), cache.page_size, dtype)
+    memory = cache.kv_memory
+    if memory is None:
+        memory = _free_gpu_memory(cache.gpu_memory_utilization) if device.type == "cuda" else _CPU_KV_MEMORY
+    pages = torch.tensor(memory // per_page, dtype=torch.int64, device=device)
+    count = int(comm.all_reduce_min_(pages))
+    if count < 1:
+        raise ConfigError(
+            f"the KV pool has no room for one page of {cache.page_size} tokens ({per_page} bytes): give more --kv-memory "
+            "or --gpu-memory-utilization"
+        )
+    return count
+
+
+def _free_gpu_memory(utilization: float) -> int:
+    free, total = torch.cuda.mem_get_info()
+    return max(int(free - (1 - utilization) * total), 0)
+
+
+def _is_unused(model: ModelConfig):  # type: ignore[no-untyped-def]
+    """Checkpoint names that may be left over: buffers that are computed, and the LM head of a tied model."""
+
+    def ignore(name: str) -> bool:
+        return name.endswith(("rotary_emb.inv_freq", "masked_bias")) or (
+            model.tie_embeddings and name == "lm_head.weight"
+        )
+
+    return ignore

@@ -1,0 +1,76 @@
+"""State of the running sequences that the steps read and advance on the device: one row ("slot") per sequence.
+
+The scheduler decides which slot a sequence has and which pages stand in its row; this table only holds it. A pure decode
+step needs nothing from the host but the slots: the last token, the length and the page ids are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from spmd_serve.types import NewRow, SamplingParams
+
+
+class RowTable:
+    """`max_rows` slots and one more, the padding row, which padded rows of a captured graph read and write.
+
+    Device tensors, all [max_rows + 1, ...]:
+        last_token int64: the token that the row's next decode step consumes.
+        length int64: tokens of the row whose K and V are computed (or will be, by the steps launched so far).
+        page_table int32 [., max_pages].
+        temperature float32, seed int64.
+    Host side: `lengths`, `pages` and `params` mirror what was launched.
+    """
+
+    def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
+        rows = max_rows + 1
+        self.padding_slot = max_rows
+        self.max_pages = max_pages
+        self.device = device
+        self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.length = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
+        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.lengths: list[int] = [0] * rows
+        self.pages: list[list[int]] = [[] for _ in range(rows)]
+        self.params: list[SamplingParams | None] = [None] * rows
+
+    def start_rows(self, new_rows: Sequence[NewRow]) -> None:
+        """Reset the slots of newly admitted sequences."""
+        if not new_rows:
+            return
+        for row in new_rows:
+            self.lengths[row.slot] = row.num_cached
+            self.pages[row.slot] = []
+            self.params[row.slot] = row.params
+        ints = np.array([[row.slot, row.num_cached, row.params.seed] for row in new_rows], dtype=np.int64)
+        floats = np.array([row.params.temperature for row in new_rows], dtype=np.float32)
+        slots, lengths, seeds = upload(ints.T, self.device).unbind()
+        self.length.index_copy_(0, slots, lengths)
+        self.seed.index_copy_(0, slots, seeds)
+        self.temperature.index_copy_(0, slots, upload(floats, self.device))
+
+    def write_pages(self, page_writes: Sequence[tuple[int, int, list[int]]]) -> None:
+        """Put page ids into the rows: (slot, first logical page, pages)."""
+        if not page_writes:
+            return
+        where: list[int] = []
+        what: list[int] = []
+        for slot, first, pages in page_writes:
+            assert len(self.pages[slot]) == first, "pages of a row are appended in order"
+            self.pages[slot] += pages
+            base = slot * self.max_pages + first
+            where += range(base, base + len(pages))
+            what += pages
+        indices, values = upload(np.array([where, what], dtype=np.int64), self.device).unbind()
+        self.page_table.view(-1).index_copy_(0, indices, values.int())
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """A host array as a device tensor. On a GPU the copy is asynchronous from pinned memory that torch keeps alive."""
+    tensor = torch.from_numpy(np.ascontiguousarray(array))
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
