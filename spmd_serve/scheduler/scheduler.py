@@ -1,0 +1,555 @@
+"""The scheduler: which sequences compute which tokens in which pages, decided alike on every rank.
+
+A pure function of the StepInputs, the options and the committed tokens. No clock, no hash order, no memory size of this rank
+has a say. See the module docstrings of page_pool.py and prefix_cache.py for the pages.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections import deque
+from dataclasses import dataclass
+from math import ceil
+from operator import attrgetter
+
+from spmd_serve.config import SchedulerOptions
+from spmd_serve.scheduler.digest import RollingDigest
+from spmd_serve.scheduler.page_pool import PagePool
+from spmd_serve.scheduler.prefix_cache import PrefixCache
+from spmd_serve.scheduler.sequence import Sequence, SequenceStatus
+from spmd_serve.types import (
+    Finish,
+    FinishReason,
+    NewRow,
+    PrefillChunk,
+    Request,
+    ScheduledBatch,
+    ServicePhase,
+    StepDigest,
+    StepInput,
+    StepOutput,
+    StepStats,
+    StepTokens,
+)
+
+_DECODE, _FINISHED = SequenceStatus.DECODE, SequenceStatus.FINISHED
+
+
+@dataclass(frozen=True, slots=True)
+class _Flight:
+    """A step that was planned and not committed: the sequences behind the batch's rows."""
+
+    batch: ScheduledBatch
+    decodes: list[Sequence]
+    chunks: list[Sequence]
+
+
+class Scheduler:
+    """Continuous batching with chunked prefill, a prefix cache and preemption by recompute.
+
+    Each step: `apply`, `schedule`, `commit` of the oldest step in flight, `take_output`. With `overlap` the next `schedule` may
+    come before the `commit` of the last one (at most two steps are planned and not committed then).
+
+    Args:
+        options: limits and policy.
+        page_size: tokens per page.
+        num_pages: pages of the pool, the same on all ranks.
+        prefix_cache: whether pages are kept and found again by their contents.
+        max_batch_tokens: most tokens computed in a step.
+        max_model_len: context length in tokens.
+        eos_token_ids: ids that end a sequence unless it ignores them.
+        overlap: whether steps overlap as said above.
+        digest: "every-step", "sampled" or "off".
+    """
+
+    def __init__(
+        self,
+        options: SchedulerOptions,
+        *,
+        page_size: int,
+        num_pages: int,
+        prefix_cache: bool,
+        max_batch_tokens: int,
+        max_model_len: int,
+        eos_token_ids: tuple[int, ...],
+        overlap: bool,
+        digest: str = "every-step",
+    ) -> None:
+        self._options = options
+        self._page_size = page_size
+        self._max_batch_tokens = max_batch_tokens
+        self._max_model_len = max_model_len
+        self._eos = frozenset(eos_token_ids)
+        self._overlap = overlap
+        self._use_cache = prefix_cache
+        self._cache = PrefixCache(page_size)
+        self._pool = PagePool(num_pages, self._cache)
+        # The last token's KV is never needed, hence one token more than the pool holds.
+        self._max_length = min(max_model_len, num_pages * page_size + 1)
+        # Never more rows than tokens in a step: each decode is in every step and each prefill can go on.
+        self._free_slots = list(range(min(options.max_num_seqs, max_batch_tokens)))  # sorted
+        self._step = 0
+        self._phase = ServicePhase.RUN
+        self._live: dict[int, Sequence] = {}  # uid -> every sequence that has not ended, by arrival
+        self._deadlines: list[tuple[float, tuple[int, int], Sequence]] = []  # sorted
+        self._waiting: list[Sequence] = []  # these three are sorted by Sequence.order
+        self._running: list[Sequence] = []
+        self._prefilling: list[Sequence] = []
+        # Decoding sequences and their slots, in the order in which they began. The lists are replaced, never changed: steps in
+        # flight keep them, and the engine sees by identity that nothing has changed.
+        self._decoding: list[Sequence] = []
+        self._decode_slots: list[int] = []
+        self._joining: list[Sequence] = []  # decode from the next step on
+        self._decoding_changed = False
+        self._moved: list[tuple[Sequence, int, int]] = []  # (sequence, page index, page) that the engine must hear of
+        self._flights: deque[_Flight] = deque()
+        self._digest = RollingDigest(digest)
+        self._output = StepOutput(0)
+        self._arrived_total = 0
+        self._preempted_total = 0
+        self._prompt_tokens_total = 0
+        self._cached_tokens_total = 0
+        self._generation_tokens_total = 0
+
+    # ---- what the loop asks --------------------------------------------------------------------------------------
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a request has not ended or a step is not committed."""
+        return bool(self._live or self._flights)
+
+    @property
+    def is_pure_decode(self) -> bool:
+        """Whether the next step, as far as is known now, computes nothing but decodes."""
+        return bool(self._running) and not self._prefilling and not (self._waiting and self._free_slots)
+
+    @property
+    def digest(self) -> StepDigest:
+        """The digest of the last committed step (that --digest folds)."""
+        return self._digest.latest
+
+    def stats(self) -> StepStats:
+        """Gauges and counters as of now; the times are the loop's to fill in."""
+        return StepStats(
+            step=self._step,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            preempted_total=self._preempted_total,
+            pages_total=self._pool.num_pages,
+            pages_free=self._pool.num_free,
+            pages_cached=self._pool.num_cached,
+            prompt_tokens_total=self._prompt_tokens_total,
+            cached_tokens_total=self._cached_tokens_total,
+            generation_tokens_total=self._generation_tokens_total,
+        )
+
+    def take_output(self) -> StepOutput:
+        """Everything that was produced since the last call. Every rank calls it, or the output piles up."""
+        output, self._output = self._output, StepOutput(self._step)
+        output.step = self._step
+        return output
+
+    # ---- apply ---------------------------------------------------------------------------------------------------
+
+    def apply(self, step_input: StepInput) -> None:
+        """Take in arrivals, aborts, time and phase. `step_input.step` numbers the next `schedule`."""
+        self._step = step_input.step
+        self._phase = max(self._phase, step_input.phase)
+        for request in step_input.arrivals:
+            self._accept(request, step_input.now)
+        for abort in step_input.aborts:
+            sequence = self._live.get(abort.uid)
+            if sequence is not None:
+                self._finish(sequence, abort.reason)
+        while self._deadlines and self._deadlines[0][0] <= step_input.now:
+            self._finish(self._deadlines[0][2], FinishReason.ERROR, "the request's time is up", "timeout")
+        if self._phase is ServicePhase.STOP:
+            for sequence in list(self._live.values()):
+                self._finish(sequence, FinishReason.ERROR, "the server has shut down", "shutdown")
+
+    def _accept(self, request: Request, now: float) -> None:
+        assert request.uid not in self._live, f"request {request.uid} came twice"
+        refusal = self._refusal(request)
+        if refusal is not None:
+            self._output.finished.append(refusal)
+            self._digest.fold_end(request.uid, refusal.reason)
+            return
+        params = request.params
+        deadline = request.deadline
+        if deadline is None and self._options.request_timeout is not None:
+            deadline = now + self._options.request_timeout
+        stop_ids = frozenset(params.stop_token_ids)
+        if not params.ignore_eos:
+            stop_ids = self._eos | stop_ids if stop_ids else self._eos
+        priority = request.priority if self._options.schedule == "priority" else 0
+        sequence = Sequence(
+            request,
+            order=(priority, self._arrived_total),
+            deadline=deadline,
+            limit=min(len(request.prompt) // 4 + params.max_tokens, self._max_length),
+            stop_ids=stop_ids,
+            # Logprobs of the prompt need its logits: nothing is reused, and the same request has the same values twice.
+            use_cache=self._use_cache and params.prompt_logprobs is None,
+            synchronous=self._overlap and params.grammar is not None,
+        )
+        self._arrived_total += 1
+        self._live[sequence.uid] = sequence
+        insort(self._waiting, sequence)
+        if deadline is not None:
+            insort(self._deadlines, (deadline, sequence.order, sequence))
+
+    def _refusal(self, request: Request) -> Finish | None:
+        length, capacity = len(request.prompt) // 4, self._pool.num_pages * self._page_size
+        longest = min(self._max_model_len - (request.params.max_tokens > 0), capacity)
+        if self._phase is not ServicePhase.RUN:
+            message, code = "the server is shutting down; ask another one", "draining"
+        elif length == 0:
+            message, code = "the prompt is empty; give at least one token", "empty_prompt"
+        elif length > longest:
+            message = (
+                f"the prompt has {length} tokens; at most {longest} fit "
+                f"(context {self._max_model_len}, KV pool {capacity} tokens)"
+            )
+            code = "context_length"
+        elif len(self._waiting) >= self._options.max_queue + len(self._free_slots):
+            message = f"{len(self._waiting)} requests are waiting already; try again later"
+            code = "overloaded"
+        else:
+            return None
+        return Finish(request.uid, FinishReason.ERROR, message, code)
+
+    # ---- schedule ------------------------------------------------------------------------------------------------
+
+    def schedule(self) -> ScheduledBatch | None:
+        """Plan the next step: all decodes, then prefill chunks with the tokens that are left.
+
+        Returns:
+            None when there is nothing to compute (all rows may be waiting for a commit).
+        """
+        assert len(self._flights) <= self._overlap, "schedule() came before the commit of an older step"
+        step, self._step = self._step, self._step + 1
+        preempted = self._preempted_total
+        writes: list[tuple[int, int, list[int]]] = []
+        new_rows: list[NewRow] = []
+        decodes, decode_slots = self._plan_decodes(writes)
+        parts = self._deal_prefill(
+            self._max_batch_tokens - len(decodes), self._preempted_total == preempted, new_rows, writes
+        )
+        if not decodes and not parts:
+            assert not writes and not new_rows
+            return None
+        chunks = [self._plan_chunk(sequence, size) for sequence, size in parts]
+        if parts:
+            self._prefilling = [s for s in self._prefilling if s.status is SequenceStatus.PREFILL]
+        for sequence, index, page in self._moved:
+            writes.append((sequence.slot, index, [page]))
+        self._moved = []
+        batch = ScheduledBatch(step, decode_slots, chunks, new_rows, writes)
+        self._flights.append(_Flight(batch, decodes, [sequence for sequence, _ in parts]))
+        self._digest.fold_plan(batch)
+        return batch
+
+    def _plan_decodes(self, writes: list[tuple[int, int, list[int]]]) -> tuple[list[Sequence], list[int]]:
+        """Plan one token for every decoding sequence that can go on, oldest first where pages are short."""
+        self._update_decoding()
+        special: list[Sequence] = []
+        for sequence in self._decoding:
+            planned = sequence.planned
+            if planned < sequence.bound:
+                sequence.planned = planned + 1
+            else:
+                special.append(sequence)
+        if not special:
+            return self._decoding, self._decode_slots
+        held: set[int] = set()
+        special.sort(key=attrgetter("order"))
+        for sequence in special:
+            if sequence.status is not _DECODE:
+                continue  # an older one took its pages
+            if sequence.planned >= sequence.limit - 1:
+                sequence.status = SequenceStatus.LAST
+                self._decoding_changed = True
+            elif sequence.synchronous and sequence.planned >= len(sequence.tokens):
+                held.add(sequence.uid)
+            elif self._has_page(sequence, writes):
+                sequence.planned += 1
+                self._set_bound(sequence)
+        self._update_decoding()
+        if not held:
+            return self._decoding, self._decode_slots
+        rows = [s for s in self._decoding if s.uid not in held]
+        return rows, [s.slot for s in rows]
+
+    def _update_decoding(self) -> None:
+        if self._decoding_changed:
+            self._decoding = [s for s in (*self._decoding, *self._joining) if s.status is _DECODE]
+            self._decode_slots = [s.slot for s in self._decoding]
+            self._joining = []
+            self._decoding_changed = False
+
+    def _set_bound(self, sequence: Sequence) -> None:
+        pages_end = len(sequence.pages) * self._page_size
+        sequence.bound = 0 if sequence.synchronous else min(pages_end, sequence.limit - 1)
+
+    def _has_page(self, sequence: Sequence, writes: list[tuple[int, int, list[int]]]) -> bool:
+        """Make sure that the sequence's next position has a page. The newest sequences give way, possibly itself (False)."""
+        index = len(sequence.pages)
+        if sequence.planned < index * self._page_size:
+            return True
+        while not self._pool.num_available:
+            newest = self._running[-1]
+            self._preempt(newest)
+            if newest is sequence:
+                return False
+        sequence.pages += self._pool.allocate(1)
+        writes.append((sequence.slot, index, sequence.pages[index:]))
+        return True
+
+    def _deal_prefill(
+        self,
+        budget: int,
+        may_admit: bool,
+        new_rows: list[NewRow],
+        writes: list[tuple[int, int, list[int]]],
+    ) -> list[tuple[Sequence, int]]:
+        """Deal `budget` tokens to prompts, in order, admitting those that wait while there are tokens, rows and pages.
+
+        A prompt with more than the share that is kept for others takes at most `prefill_share` of what is left while others
+        are behind it, so that a short prompt passes a long one; what nobody wants goes back to the first.
+        """
+        share = self._options.prefill_share
+        short = int((1.0 - share) * budget)
+        parts: list[tuple[Sequence, int]] = []
+        queue = self._prefilling
+        taken, left = 0, budget
+        while left > 0:
+            if may_admit and self._waiting and (taken == len(queue) or self._waiting[0] < queue[taken]):
+                sequence = self._admit(new_rows, writes)
+                if sequence is None:
+                    may_admit = False
+                    continue
+            elif taken < len(queue):
+                sequence = queue[taken]
+                taken += 1
+            else:
+                break
+            size = min(sequence.prefill_end - sequence.planned, left)
+            if size > short and (taken < len(queue) or (may_admit and self._waiting)):
+                size = min(size, max(self._page_size, ceil(share * left)))
+            parts.append((sequence, size))
+            left -= size
+        if left > 0:
+            for i, (sequence, size) in enumerate(parts):
+                more = min(sequence.prefill_end - sequence.planned - size, left)
+                parts[i] = (sequence, size + more)
+                left -= more
+        return parts
+
+    def _admit(self, new_rows: list[NewRow], writes: list[tuple[int, int, list[int]]]) -> Sequence | None:
+        """Give the first waiting sequence a row and the pages of all its known tokens, or None if it must go on waiting."""
+        sequence = self._waiting[0]
+        pool = self._pool
+        available = pool.num_available
+        if not self._free_slots or (self._running and available <= sequence.blocked_at):
+            return None
+        known = len(sequence.tokens)
+        found: list[int] = []
+        if sequence.use_cache:  # at least one token is computed, or there would be no logits to sample from
+            found = self._cache.match(sequence.tokens, (known - 1) // self._page_size, sequence.salt)
+        missing = -(-known // self._page_size) - len(found)
+        # Every running sequence may grow by a page before the newcomer has to give way again.
+        if self._running and available - pool.count_cached(found) < missing + len(self._running):
+            sequence.blocked_at = available
+            return None
+        pool.retain(found)
+        del self._waiting[0]
+        insort(self._running, sequence)
+        self._prefilling = sorted((*self._prefilling, sequence))
+        sequence.status = SequenceStatus.PREFILL
+        sequence.slot = self._free_slots.pop(0)
+        sequence.pages = found + pool.allocate(missing)
+        sequence.num_shared = len(found)
+        sequence.planned = sequence.committed_chunk = len(found) * self._page_size
+        sequence.prefill_end = known
+        sequence.blocked_at = -1
+        if sequence.cached_tokens is None:
+            sequence.cached_tokens = sequence.planned
+        new_rows.append(
+            NewRow(
+                sequence.slot,
+                sequence.uid,
+                sequence.params,
+                sequence.tokens,
+                known,
+                sequence.num_prompt,
+                sequence.planned,
+            )
+        )
+        writes.append((sequence.slot, 0, sequence.pages[:]))
+        return sequence
+
+    def _plan_chunk(self, sequence: Sequence, size: int) -> PrefillChunk:
+        start, end = sequence.planned, sequence.planned + size
+        sequence.planned = end
+        samples = False
+        if end == sequence.prefill_end:
+            samples = end < sequence.limit  # it is not with max_tokens 0
+            sequence.status = _DECODE if samples else SequenceStatus.LAST
+            if samples:
+                self._joining.append(sequence)
+                self._decoding_changed = True
+                self._set_bound(sequence)
+        return PrefillChunk(sequence.slot, start, sequence.tokens[start:end], samples)
+
+    # ---- commit --------------------------------------------------------------------------------------------------
+
+    def commit(self, batch: ScheduledBatch, result: StepTokens) -> None:
+        """Take in what the oldest step in flight sampled. Tokens of sequences that have ended are dropped."""
+        flight = self._flights.popleft()
+        assert flight.batch is batch, (
+            f"step {batch.step} committed, but step {flight.batch.step} is the oldest in flight"
+        )
+        assert len(result.tokens) == batch.num_sampled, f"{len(result.tokens)} tokens for {batch.num_sampled} rows"
+        self._digest.fold_tokens(batch.step, result.tokens)
+        output = self._output
+        if result.prompt_logprobs:
+            self._put_prompt_logprobs(flight, result)
+        sampled = flight.decodes
+        if flight.chunks:
+            sampled = sampled + [s for s, chunk in zip(flight.chunks, batch.chunks, strict=True) if chunk.samples]
+            for sequence, chunk in zip(flight.chunks, batch.chunks, strict=True):
+                self._commit_chunk(sequence, chunk)
+        if result.logprobs:
+            row = len(output.uids)
+            for i, sequence in enumerate(sampled):
+                if sequence.status is not _FINISHED:
+                    if i in result.logprobs:
+                        output.logprobs[row] = result.logprobs[i]
+                    row += 1
+        uids, tokens = output.uids, output.tokens
+        before = len(tokens)
+        for sequence, token in zip(sampled, result.tokens, strict=True):
+            if sequence.status is _FINISHED:
+                continue
+            known = sequence.tokens
+            known.append(token)
+            uids.append(sequence.uid)
+            tokens.append(token)
+            if token in sequence.stop_ids and len(known) > sequence.min_length:
+                self._finish(sequence, FinishReason.STOP)
+            elif len(known) >= sequence.limit:
+                self._finish(sequence, FinishReason.LENGTH)
+        self._generation_tokens_total += len(tokens) - before
+
+    def _commit_chunk(self, sequence: Sequence, chunk: PrefillChunk) -> None:
+        if sequence.status is _FINISHED:
+            return
+        end = chunk.start + len(chunk.tokens)
+        if sequence.status is not SequenceStatus.WAITING:  # else it was preempted since, and its pages are not its own
+            sequence.committed_chunk = end
+            self._keep_pages(sequence, end, stays=True)
+        if not chunk.samples and end < sequence.limit:
+            return
+        if not sequence.started:
+            sequence.started = True
+            cached = sequence.cached_tokens or 0
+            self._output.started.append((sequence.uid, cached))
+            self._prompt_tokens_total += sequence.num_prompt
+            self._cached_tokens_total += cached
+        if not chunk.samples:
+            self._finish(sequence, FinishReason.LENGTH)
+
+    def _put_prompt_logprobs(self, flight: _Flight, result: StepTokens) -> None:
+        """Put out the prompt's logprobs; those that were computed again after a preemption are dropped."""
+        for i, logprobs in result.prompt_logprobs.items():
+            sequence, first = flight.chunks[i], flight.batch.chunks[i].start + 1
+            fresh = logprobs[max(sequence.logprobs_end - first, 0) :]
+            if fresh and sequence.status is not _FINISHED:
+                end = first + len(logprobs)
+                self._output.prompt_logprobs.append((sequence.uid, end - len(fresh), fresh))
+                sequence.logprobs_end = end
+
+    # ---- ends ----------------------------------------------------------------------------------------------------
+
+    def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "", code: str = "") -> None:
+        """The one terminal output of a sequence."""
+        if sequence.status is SequenceStatus.WAITING:
+            del self._waiting[bisect_left(self._waiting, sequence)]
+        else:
+            self._leave(sequence)
+        sequence.status = _FINISHED
+        del self._live[sequence.uid]
+        if sequence.deadline is not None:
+            entry = (sequence.deadline, sequence.order, sequence)
+            del self._deadlines[bisect_left(self._deadlines, entry)]
+        self._output.finished.append(Finish(sequence.uid, reason, message, code))
+        self._digest.fold_end(sequence.uid, reason)
+
+    def _preempt(self, sequence: Sequence) -> None:
+        """Back to the queue. A token in flight still counts; the KV is computed again, as far as it is not cached."""
+        self._leave(sequence)
+        sequence.status = SequenceStatus.WAITING
+        insort(self._waiting, sequence)
+        self._preempted_total += 1
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Give row and pages back. A step in flight may still write into the pages: whoever gets them next writes later."""
+        del self._running[bisect_left(self._running, sequence)]
+        if sequence.status is SequenceStatus.PREFILL:
+            del self._prefilling[bisect_left(self._prefilling, sequence)]
+        elif sequence.status is _DECODE:
+            self._decoding_changed = True
+        if self._moved:
+            self._moved = [move for move in self._moved if move[0] is not sequence]
+        self._keep_pages(sequence, sequence.num_computed, stays=False)
+        self._pool.release(sequence.pages)
+        sequence.pages = []
+        insort(self._free_slots, sequence.slot)
+        sequence.slot = -1
+
+    def _keep_pages(self, sequence: Sequence, num_tokens: int, *, stays: bool) -> None:
+        """Put the full pages of the first `num_tokens` positions into the prefix cache.
+
+        Where the cache has a page of the same contents already (two equal prompts in flight), the sequence takes that one and
+        gives its own back; the engine hears of it with the next batch if the sequence `stays`.
+        """
+        start, stop = sequence.num_shared, num_tokens // self._page_size
+        if stop <= start or not sequence.use_cache:
+            return
+        pages = sequence.pages
+        kept = self._cache.add(sequence.tokens, pages, start, stop, sequence.salt)
+        for index, page in enumerate(kept, start):
+            if page != pages[index]:
+                self._pool.retain((page,))
+                self._pool.release([pages[index]])
+                pages[index] = page
+                if stays:
+                    self._moved.append((sequence, index, page))
+        sequence.num_shared = stop
+
+    # ---- proof ---------------------------------------------------------------------------------------------------
+
+    def check_invariants(self) -> None:
+        """Recount everything from scratch (O(pages + sequences)): for tests and for when the server is idle.
+
+        Raises:
+            AssertionError: a page, row or sequence is lost or counted twice.
+        """
+        running, waiting = self._running, self._waiting
+        self._pool.check([s.pages for s in running])
+        assert running == sorted(running) and waiting == sorted(waiting), "a queue is out of order"
+        assert sorted(s.order for s in self._live.values()) == sorted(s.order for s in (*running, *waiting))
+        assert all(s.status is SequenceStatus.WAITING and s.slot < 0 and not s.pages for s in waiting)
+        assert self._prefilling == [s for s in running if s.status is SequenceStatus.PREFILL]
+        decoding = [s.order for s in (*self._decoding, *self._joining) if s.status is _DECODE]
+        assert sorted(decoding) == [s.order for s in running if s.status is _DECODE]
+        slots = sorted([s.slot for s in running] + self._free_slots)
+        assert slots == list(range(len(slots))), "a row is lost or owned twice"
+        for s in running:
+            assert s.num_shared * self._page_size <= s.planned <= len(s.pages) * self._page_size
+            assert s.planned <= len(s.tokens) + len(self._flights) and len(s.tokens) <= s.limit
+            assert all(page in self._cache.edge_of for page in s.pages[: s.num_shared])
+            assert not any(page in self._cache.edge_of for page in s.pages[s.num_shared :]), (
+                "an unfinished page is cached"
+            )
+        assert sum(s.deadline is not None for s in self._live.values()) == len(self._deadlines)

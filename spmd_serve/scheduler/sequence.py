@@ -1,0 +1,115 @@
+"""One request's state while the scheduler has it."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+from spmd_serve.types import Request
+
+
+class SequenceStatus(Enum):
+    """Where a sequence is in its life. WAITING -> PREFILL -> DECODE -> LAST -> FINISHED, and back to WAITING by preemption."""
+
+    WAITING = 1  # in the queue: holds no row and no pages
+    PREFILL = 2  # has a row; tokens that are known are not all planned
+    DECODE = 3  # each step plans one token
+    LAST = 4  # all tokens that it may have are planned; ends with the commit of the last one at the latest
+    FINISHED = 5
+
+
+class Sequence:
+    """A request, its tokens, and its hold on a row and pages. Only the scheduler mutates it.
+
+    Attributes:
+        order: (priority, arrival number); lower runs first and is preempted last.
+        tokens: prompt and all committed output, int32.
+        limit: most tokens that `tokens` may reach.
+        stop_ids: token ids that end it, once more than `min_length` tokens are there.
+        use_cache: whether it takes pages from the prefix cache and leaves its own there.
+        synchronous: its next step must wait for the commit of the last one (a grammar advances on the CPU).
+        slot, pages: its row and page table while it runs.
+        planned: leading positions whose KV is computed or on its way.
+        bound: decoding goes on without a thought while planned < bound.
+        prefill_end: how many tokens were known when it got its row; beyond that it decodes.
+        committed_chunk: end of the last chunk that was committed.
+        num_shared: leading pages that are in the prefix cache.
+        blocked_at: pages that were available when it last found too few of them.
+        cached_tokens: prompt tokens that its first prefill found in the cache; None before that.
+        started: whether its first token was put out.
+        logprobs_end: prompt positions below this have had their logprobs put out.
+    """
+
+    __slots__ = (
+        "blocked_at",
+        "bound",
+        "cached_tokens",
+        "committed_chunk",
+        "deadline",
+        "limit",
+        "logprobs_end",
+        "min_length",
+        "num_prompt",
+        "num_shared",
+        "order",
+        "pages",
+        "params",
+        "planned",
+        "prefill_end",
+        "salt",
+        "slot",
+        "started",
+        "status",
+        "stop_ids",
+        "synchronous",
+        "tokens",
+        "uid",
+        "use_cache",
+    )
+
+    def __init__(
+        self,
+        request: Request,
+        *,
+        order: tuple[int, int],
+        deadline: float | None,
+        limit: int,
+        stop_ids: frozenset[int],
+        use_cache: bool,
+        synchronous: bool,
+    ) -> None:
+        params = request.params
+        self.uid = request.uid
+        self.params = params
+        self.order = order
+        self.deadline = deadline
+        self.salt = request.cache_salt.encode()
+        self.tokens = request.prompt_ids()
+        self.num_prompt = len(self.tokens)
+        self.limit = limit
+        self.stop_ids = stop_ids
+        self.min_length = self.num_prompt + params.min_tokens
+        self.use_cache = use_cache
+        self.synchronous = synchronous
+        self.status = SequenceStatus.WAITING
+        self.slot = -1
+        self.pages: list[int] = []
+        self.planned = 0
+        self.bound = 0
+        self.prefill_end = 0
+        self.committed_chunk = 0
+        self.num_shared = 0
+        self.blocked_at = -1
+        self.cached_tokens: int | None = None
+        self.started = False
+        self.logprobs_end = 0
+
+    def __lt__(self, other: Sequence) -> bool:
+        """Order of service: for bisect in the scheduler's sorted lists."""
+        return self.order < other.order
+
+    @property
+    def num_computed(self) -> int:
+        """Leading positions whose KV is computed and committed, and whose tokens are therefore known."""
+        if self.committed_chunk < self.prefill_end:
+            return self.committed_chunk
+        return len(self.tokens) - 1  # the last token's own KV comes with the next step
