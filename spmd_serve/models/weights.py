@@ -7,11 +7,9 @@ fills it); `load_weights` checks all of them against the checkpoint before it re
 from __future__ import annotations
 
 import json
-import logging
 import time
 import zlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -22,8 +20,7 @@ from torch import Tensor
 
 from spmd_serve.errors import WeightsError
 from spmd_serve.models.model_config import ModelConfig
-
-logger = logging.getLogger(__name__)
+from spmd_serve.models.progress import byte_progress
 
 Index = tuple[slice, ...]
 
@@ -221,7 +218,8 @@ def load_weights(
     _check(wanted, source, ignore)
     started = time.perf_counter()
     bytes_read = 0
-    with _progress_bar(sum(p.target.nbytes for p in wanted), progress) as advance, torch.no_grad():
+    total = sum(p.target.nbytes for p in wanted)
+    with byte_progress("loading weights", total, show=progress) as advance, torch.no_grad():
         for piece in wanted:
             if piece.target.numel() == 0:
                 continue  # a rank may own nothing of a tensor
@@ -261,32 +259,3 @@ def _check(pieces: Sequence[WeightPiece], source: TensorSource, ignore: Callable
 def _listing(names: Sequence[str], limit: int = 20) -> str:
     more = f" and {len(names) - limit} more" if len(names) > limit else ""
     return ", ".join(names[:limit]) + more
-
-
-@contextmanager
-def _progress_bar(total: int, show: bool) -> Iterator[Callable[[int], None]]:
-    """Yields `advance(bytes)`: a bar on a terminal, a log line every few seconds elsewhere."""
-    if not show:
-        yield lambda count: None
-        return
-    from rich.console import Console
-    from rich.progress import Progress, TransferSpeedColumn
-
-    console = Console(stderr=True)
-    if console.is_terminal:
-        with Progress(*Progress.get_default_columns(), TransferSpeedColumn(), console=console) as bar:
-            task = bar.add_task("loading weights", total=total)
-            yield lambda count: bar.advance(task, count)
-        return
-    started = last = time.perf_counter()
-    done = 0
-
-    def advance(count: int) -> None:
-        nonlocal done, last
-        done += count
-        now = time.perf_counter()
-        if now - last >= 5.0:
-            last = now
-            logger.info("loading weights: %d%% (%.2f GB/s)", 100 * done // total, done / (now - started) / 1e9)
-
-    yield advance

@@ -1,0 +1,162 @@
+"""config.json and generation_config.json from a GGUF file's metadata."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from spmd_serve.errors import UnsupportedModelError
+from spmd_serve.models.gguf_file import GgufFile
+
+# Tokens that end a turn, by which chat models are stopped although the file names only one EOS.
+_END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
+
+
+def write_configs(file: GgufFile, folder: Path) -> None:
+    """Write config.json and generation_config.json.
+
+    Raises:
+        WeightsError, UnsupportedModelError: metadata that is missing or describes something unknown.
+    """
+    eos = _eos_token_ids(file)
+    special = {"eos_token_id": list(eos), "bos_token_id": file.meta.get("tokenizer.ggml.bos_token_id")}
+    (folder / "config.json").write_text(json.dumps(_config(file) | special, indent=2))
+    (folder / "generation_config.json").write_text(json.dumps(special, indent=2))
+
+
+def _config(file: GgufFile) -> dict[str, Any]:
+    heads = file.require("attention.head_count")
+    kv_heads = file.get("attention.head_count_kv", heads)
+    if isinstance(heads, list) or isinstance(kv_heads, list):
+        raise UnsupportedModelError("the GGUF file has layers with different numbers of heads, which is not supported")
+    hidden = file.require("embedding_length")
+    if "token_embd.weight" not in file.tensors:
+        raise UnsupportedModelError("the GGUF file has no token embeddings (a vocabulary or adapter alone?)")
+    config: dict[str, Any] = {
+        "architectures": [file.architecture.hf_class],
+        "model_type": file.architecture.model_type,
+        "vocab_size": int(file.tensors["token_embd.weight"].shape[1]),
+        "hidden_size": hidden,
+        "intermediate_size": file.require("feed_forward_length"),
+        "num_hidden_layers": file.require("block_count"),
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": file.get("attention.key_length", hidden // heads),
+        "max_position_embeddings": file.require("context_length"),
+        "rms_norm_eps": file.require("attention.layer_norm_rms_epsilon"),
+        "rope_theta": file.get("rope.freq_base", 10000.0),
+        "tie_word_embeddings": "output.weight" not in file.tensors,
+        "attention_bias": "blk.0.attn_output.bias" in file.tensors,
+        "dtype": "bfloat16",
+    }
+    scaling = _rope_scaling(file, config)
+    if scaling:
+        config["rope_scaling"] = scaling
+    specific = _SPECIFIC.get(file.name)
+    return config | specific(file, config) if specific else config
+
+
+def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    context = config["max_position_embeddings"]
+    original = file.get("rope.scaling.original_context_length", context)
+    if "rope_freqs.weight" in file.tensors:
+        # Llama 3.1: the divisors of the frequencies, already worked out. longrope takes such a list as it is.
+        factors = file.values("rope_freqs.weight").tolist()
+        return {
+            "rope_type": "longrope",
+            "short_factor": factors,
+            "long_factor": factors,
+            "attention_factor": 1.0,
+            "original_max_position_embeddings": context,
+        }
+    if "rope_factors_long.weight" in file.tensors:
+        return {
+            "rope_type": "longrope",
+            "long_factor": file.values("rope_factors_long.weight").tolist(),
+            "short_factor": file.values("rope_factors_short.weight").tolist(),
+            "attention_factor": file.get("rope.scaling.attn_factor", 1.0),
+            "original_max_position_embeddings": original,
+        }
+    kind = file.get("rope.scaling.type", "none")
+    if kind == "none":
+        return {}
+    if kind not in ("linear", "yarn"):
+        raise UnsupportedModelError(f"the GGUF file scales its rotary embedding by '{kind}', which is not supported")
+    # GGUF states the context after scaling, config.json the one before it.
+    config["max_position_embeddings"] = original
+    scaling = {"rope_type": kind, "factor": file.get("rope.scaling.factor", 1.0)}
+    return scaling | ({"original_max_position_embeddings": original} if kind == "yarn" else {})
+
+
+def _mixtral(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    if not file.get("expert_count"):
+        return {"mlp_bias": False}
+    return {
+        "architectures": ["MixtralForCausalLM"],
+        "model_type": "mixtral",
+        "num_local_experts": file.get("expert_count"),
+        "num_experts_per_tok": file.get("expert_used_count"),
+    }
+
+
+def _qwen3moe(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "num_experts": file.require("expert_count"),
+        "num_experts_per_tok": file.require("expert_used_count"),
+        "moe_intermediate_size": file.require("expert_feed_forward_length"),
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    # The 27B models scale queries by hidden / heads, the others by the head's size (llama.cpp tells them by depth).
+    largest = config["num_hidden_layers"] == {"gemma2": 46, "gemma3": 62}[file.name]
+    scalar = config["hidden_size"] // config["num_attention_heads"] if largest else config["head_dim"]
+    common = {
+        "hidden_activation": "gelu_pytorch_tanh",
+        "query_pre_attn_scalar": scalar,
+        "sliding_window": file.require("attention.sliding_window"),
+        "attn_logit_softcapping": file.get("attn_logit_softcapping"),
+        "final_logit_softcapping": file.get("final_logit_softcapping"),
+    }
+    if file.name == "gemma3":
+        common |= {"sliding_window_pattern": 6, "rope_local_base_freq": file.get("rope.freq_base_swa", 10000.0)}
+    return common
+
+
+def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    rotary = file.get("rope.dimension_count", config["head_dim"])
+    return {
+        "sliding_window": file.get("attention.sliding_window"),
+        "partial_rotary_factor": rotary / config["head_dim"],
+        "original_max_position_embeddings": file.get("rope.scaling.original_context_length"),
+    }
+
+
+def _smollm3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    # Every fourth layer is without positions (fixed in llama.cpp as well).
+    return {"no_rope_layers": [int((i + 1) % 4 != 0) for i in range(config["num_hidden_layers"])]}
+
+
+_SPECIFIC: dict[str, Callable[[GgufFile, dict[str, Any]], dict[str, Any]]] = {
+    "llama": _mixtral,
+    "qwen3moe": _qwen3moe,
+    "gemma2": _gemma,
+    "gemma3": _gemma,
+    "phi3": _phi3,
+    "smollm3": _smollm3,
+}
+
+
+def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
+    """EOS, end of turn and end of message, in that order, without repetition."""
+    named = [file.meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
+    template = file.meta.get("tokenizer.chat_template", "")
+    written = [t for t in _END_OF_TURN if t in template]
+    tokens = file.meta.get("tokenizer.ggml.tokens", [])
+    by_text = [tokens.index(text) for text in written if text in tokens]
+    return tuple(dict.fromkeys(int(i) for i in [*named, *by_text] if i is not None))

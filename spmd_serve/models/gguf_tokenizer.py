@@ -1,0 +1,192 @@
+"""A Hugging Face tokenizer.json built from the vocabulary inside a GGUF file.
+
+Two vocabularies cover the supported families: "gpt2" (byte-level BPE; `tokenizer.ggml.pre` names how text is split
+before merging) and "llama" (SentencePiece BPE; its merges are recovered from the vocabulary). The rules are llama.cpp's
+(src/llama-vocab.cpp), which defines the format.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
+from tokenizers.models import BPE
+
+from spmd_serve.errors import UnsupportedModelError
+
+_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_SPACE = "\u2581"
+
+_GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+_LLAMA3 = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+"
+    r"|\s+(?!\S)|\s+"
+)
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+# tokenizer.ggml.pre -> regular expressions, applied one after the other.
+_SPLITS: dict[str, tuple[str, ...]] = {
+    "default": (_GPT2,),
+    "gpt-2": (_GPT2,),
+    "olmo": (_GPT2,),
+    "smollm": (r"\p{N}", _GPT2),
+    "starcoder": (r"\p{N}", _GPT2),
+    "refact": (r"\p{N}", _GPT2),
+    "llama-bpe": (_LLAMA3,),
+    "dbrx": (_LLAMA3,),
+    "smaug-bpe": (_LLAMA3,),
+    "qwen2": (_LLAMA3.replace("{1,3}", ""),),
+    "deepseek-r1-qwen": (_LLAMA3.replace("{1,3}", ""),),
+    "tekken": (_TEKKEN,),
+}
+_SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_ADDS_BOS = {"llama-bpe", "tekken"}  # where the file does not say
+_WHOLE_WORDS_FIRST = {"llama-bpe", "tekken"}  # a word that is a token needs no merges
+
+
+def write_tokenizer(architecture: str, meta: Mapping[str, Any], folder: Path) -> None:
+    """Write tokenizer.json, tokenizer_config.json and chat_template.jinja.
+
+    Raises:
+        UnsupportedModelError: a kind of vocabulary that is not known.
+    """
+    build_tokenizer(architecture, meta).save(str(folder / "tokenizer.json"))
+    tokens = {kind: token_string(meta, name) for kind, name in _SPECIAL.items()}
+    config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": meta.get(f"{architecture}.context_length"),
+        "clean_up_tokenization_spaces": False,
+        "add_bos_token": adds_bos(meta),
+        "add_eos_token": bool(meta.get("tokenizer.ggml.add_eos_token", False)),
+        **{kind: token for kind, token in tokens.items() if token is not None},
+    }
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False))
+    if template := meta.get("tokenizer.chat_template"):
+        (folder / "chat_template.jinja").write_text(template)
+
+
+def token_string(meta: Mapping[str, Any], kind: str) -> str | None:
+    """The text of the bos, eos, unknown or padding token, if the file names it."""
+    index = meta.get(f"tokenizer.ggml.{kind}_token_id")
+    return None if index is None else str(meta["tokenizer.ggml.tokens"][index])
+
+
+def build_tokenizer(architecture: str, meta: Mapping[str, Any]) -> Tokenizer:
+    """The tokenizer that the GGUF metadata describes, including special tokens and the BOS/EOS rule.
+
+    Raises:
+        UnsupportedModelError: a kind of vocabulary that is not known.
+    """
+    kind = meta.get("tokenizer.ggml.model")
+    if kind == "gpt2":
+        tokenizer = _byte_level(meta)
+    elif kind == "llama":
+        tokenizer = _sentencepiece(meta, gemma=architecture.startswith("gemma"))
+    else:
+        raise UnsupportedModelError(f"the GGUF file has a '{kind}' vocabulary; supported are gpt2 and llama")
+    _add_special_tokens(tokenizer, meta)
+    _add_bos_and_eos(tokenizer, meta)
+    return tokenizer
+
+
+def adds_bos(meta: Mapping[str, Any]) -> bool:
+    """Whether encoding plain text starts with BOS."""
+    default = meta.get("tokenizer.ggml.model") == "llama" or meta.get("tokenizer.ggml.pre") in _ADDS_BOS
+    return bool(meta.get("tokenizer.ggml.add_bos_token", default)) and "tokenizer.ggml.bos_token_id" in meta
+
+
+def _byte_level(meta: Mapping[str, Any]) -> Tokenizer:
+    pre = meta.get("tokenizer.ggml.pre", "default")
+    if pre not in _SPLITS:
+        known = ", ".join(sorted(_SPLITS))
+        raise UnsupportedModelError(f"the GGUF file's pre-tokenizer '{pre}' is not known; known are {known}")
+    tokens = meta["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in meta["tokenizer.ggml.merges"]]
+    vocab = {token: i for i, token in enumerate(tokens)}
+    tokenizer = Tokenizer(BPE(vocab=vocab, merges=merges, ignore_merges=pre in _WHOLE_WORDS_FIRST))
+    if meta.get("tokenizer.ggml.pre") == "qwen2":
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [
+            *(pre_tokenizers.Split(Regex(pattern), behavior="isolated") for pattern in _SPLITS[pre]),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _sentencepiece(meta: Mapping[str, Any], *, gemma: bool) -> Tokenizer:
+    tokens = list(meta["tokenizer.ggml.tokens"])
+    if gemma:
+        # Runs of spaces are stored as spaces. Gemma's merges follow the order of its vocabulary, not the scores.
+        tokens = [_SPACE * len(t) if t and not t.strip(" ") else t for t in tokens]
+        priority = [-float(i) for i in range(len(tokens))]
+    else:
+        priority = list(meta["tokenizer.ggml.scores"])
+    vocab = {token: i for i, token in enumerate(tokens)}
+    unknown = meta.get("tokenizer.ggml.unknown_token_id", 0)
+    model = BPE(
+        vocab=vocab,
+        merges=_merges_from_vocabulary(tokens, vocab, priority),
+        unk_token=tokens[unknown],
+        fuse_unk=True,
+        byte_fallback=True,
+    )
+    tokenizer = Tokenizer(model)
+    to_space: list[Any] = [normalizers.Replace(" ", _SPACE)]
+    from_space: list[Any] = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if meta.get("tokenizer.ggml.add_space_prefix", not gemma):
+        to_space.insert(0, normalizers.Prepend(_SPACE))
+        from_space.append(decoders.Strip(content=" ", left=1))
+    tokenizer.normalizer = normalizers.Sequence(to_space)
+    tokenizer.decoder = decoders.Sequence(from_space)
+    return tokenizer
+
+
+def _merges_from_vocabulary(
+    tokens: list[str], vocab: Mapping[str, int], priority: list[float]
+) -> list[tuple[str, str]]:
+    """SentencePiece merges any two pieces whose concatenation is a piece, the best piece first."""
+    found: list[tuple[float, int, int, str, str]] = []
+    for token, score in zip(tokens, priority, strict=True):
+        for cut in range(1, len(token)):
+            left, right = token[:cut], token[cut:]
+            if left in vocab and right in vocab:
+                found.append((-score, vocab[left], vocab[right], left, right))
+    found.sort()
+    return [(left, right) for _, _, _, left, right in found]
+
+
+def _add_special_tokens(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
+    types = meta.get("tokenizer.ggml.token_type", ())
+    special, plain = [], []
+    for token, kind in zip(meta["tokenizer.ggml.tokens"], types, strict=False):
+        if kind == _CONTROL:
+            special.append(AddedToken(token, normalized=False, special=True))
+        elif kind == _USER_DEFINED and tokenizer.token_to_id(token) is not None:
+            plain.append(AddedToken(token, normalized=False, special=False))
+    tokenizer.add_special_tokens(special)
+    tokenizer.add_tokens(plain)
+
+
+def _add_bos_and_eos(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
+    tokens = meta["tokenizer.ggml.tokens"]
+    before, after, special = [], [], []
+    if adds_bos(meta):
+        bos = meta["tokenizer.ggml.bos_token_id"]
+        before, special = [tokens[bos]], [(tokens[bos], bos)]
+    if meta.get("tokenizer.ggml.add_eos_token", False) and "tokenizer.ggml.eos_token_id" in meta:
+        eos = meta["tokenizer.ggml.eos_token_id"]
+        after = [tokens[eos]]
+        special.append((tokens[eos], eos))
+    if special:
+        tokenizer.post_processor = processors.TemplateProcessing(
+            single=[*before, "$A", *after], pair=[*before, "$A", *after, *before, "$B", *after], special_tokens=special
+        )

@@ -1,0 +1,314 @@
+"""The architectures that are served, as a table, and config.json -> ModelConfig.
+
+A family is described by how it differs from Llama. To add one, put a line into FAMILIES: each entry is a field of
+ModelConfig with a value, or a function of the parsed config.json.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from spmd_serve.errors import ModelError, UnsupportedModelError
+from spmd_serve.layers.rotary import RopeConfig
+from spmd_serve.models.model_config import LayerSpec, ModelConfig, MoEConfig
+
+Raw = Mapping[str, Any]  # a parsed config.json (its text_config, if it has one)
+
+
+# ---- what families need beyond constants --------------------------------------------------------------------------
+
+
+def _all_windowed(raw: Raw, layer: int) -> int | None:
+    return raw.get("sliding_window")
+
+
+def _windowed_from_max_window_layers(raw: Raw, layer: int) -> int | None:
+    use = raw.get("use_sliding_window", False) and layer >= raw.get("max_window_layers", 0)
+    return raw.get("sliding_window") if use else None
+
+
+def _windowed_by_pattern(default: int) -> Callable[[Raw, int], int | None]:
+    """Every `pattern`-th layer is global, the others have a window."""
+
+    def window(raw: Raw, layer: int) -> int | None:
+        pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or default
+        return raw.get("sliding_window") if (layer + 1) % pattern else None
+
+    return window
+
+
+def _sqrt_hidden(raw: Raw) -> float:
+    return math.sqrt(raw["hidden_size"])
+
+
+def _gemma_attn_scale(raw: Raw) -> float:
+    return float(raw["query_pre_attn_scalar"] ** -0.5)
+
+
+def _moe_mixtral(raw: Raw) -> MoEConfig:
+    return MoEConfig(raw["num_local_experts"], raw["num_experts_per_tok"], raw["intermediate_size"])
+
+
+def _moe_qwen3(raw: Raw) -> MoEConfig:
+    experts = raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"]
+    normalize = raw.get("norm_topk_prob", False)
+    return MoEConfig(experts, raw["num_experts_per_tok"], raw["moe_intermediate_size"], normalize)
+
+
+def _qwen3_moe_layer(raw: Raw, layer: int) -> bool:
+    return layer not in raw.get("mlp_only_layers", ()) and (layer + 1) % raw.get("decoder_sparse_step", 1) == 0
+
+
+def _attention_bias(raw: Raw) -> bool:
+    return bool(raw.get("attention_bias", False))
+
+
+def _mlp_bias(raw: Raw) -> bool:
+    return bool(raw.get("mlp_bias", False))
+
+
+_GEMMA = {
+    "norm_offset": 1.0,
+    "embed_scale": _sqrt_hidden,
+    "activation": "gelu_tanh",
+    "tie_embeddings": lambda raw: raw.get("tie_word_embeddings", True),
+}
+_GEMMA_2 = _GEMMA | {
+    "post_norms": True,
+    "attn_scale": _gemma_attn_scale,
+    "attn_softcap": lambda raw: raw.get("attn_logit_softcapping"),
+    "final_softcap": lambda raw: raw.get("final_logit_softcapping"),
+}
+
+# ---- the table ----------------------------------------------------------------------------------------------------
+# "window" and "moe_layer" are functions of (config.json, layer); everything else is a field of ModelConfig. A list of
+# layer_types or no_rope_layers in config.json is followed for every family.
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"qkv_bias": _attention_bias, "o_bias": _attention_bias, "mlp_bias": _mlp_bias},
+    "MistralForCausalLM": {"window": _all_windowed},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "window": _windowed_from_max_window_layers},
+    "Qwen3ForCausalLM": {
+        "qk_norm": "head",
+        "qkv_bias": _attention_bias,
+        "o_bias": _attention_bias,
+        "window": _windowed_from_max_window_layers,
+    },
+    "Qwen3MoeForCausalLM": {
+        "qk_norm": "head",
+        "qkv_bias": _attention_bias,
+        "o_bias": _attention_bias,
+        "window": _windowed_from_max_window_layers,
+        "moe": _moe_qwen3,
+        "moe_layer": _qwen3_moe_layer,
+    },
+    "MixtralForCausalLM": {"moe": _moe_mixtral, "moe_layer": lambda raw, layer: True, "window": _all_windowed},
+    "GemmaForCausalLM": _GEMMA,
+    "Gemma2ForCausalLM": _GEMMA_2 | {"window": _windowed_by_pattern(2)},
+    "Gemma3ForCausalLM": _GEMMA_2 | {"window": _windowed_by_pattern(6), "qk_norm": "head"},
+    "Phi3ForCausalLM": {"fused_qkv_weights": True, "window": _all_windowed},
+    "SmolLM3ForCausalLM": {
+        "qkv_bias": _attention_bias,
+        "o_bias": _attention_bias,
+        "mlp_bias": _mlp_bias,
+        "tie_embeddings": lambda raw: raw.get("tie_word_embeddings", True),
+    },
+    "Olmo2ForCausalLM": {"qk_norm": "full", "pre_norms": False, "post_norms": True},
+}
+# The text model inside a multimodal checkpoint.
+ALIASES = {
+    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
+    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+}
+
+
+# ---- config.json -> ModelConfig -----------------------------------------------------------------------------------
+
+_ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
+_ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+def load_model_config(folder: Path) -> ModelConfig:
+    """Read config.json (and generation_config.json, if there is one) of the model in `folder`.
+
+    Raises:
+        UnsupportedModelError: an architecture or feature that is not known; the message lists those that are.
+        ModelError: config.json is missing, damaged or incomplete.
+    """
+    whole = _read_json(folder / "config.json")
+    generation = _read_json(folder / "generation_config.json", optional=True)
+    architecture = _architecture(whole, folder)
+    raw = _complete(whole | whole.get("text_config", {}))
+    try:
+        return _model_config(architecture, raw, generation)
+    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(
+            f"{folder / 'config.json'} is incomplete or damaged ({type(error).__name__}: {error})"
+        ) from error
+
+
+def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
+    try:
+        parsed = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        if optional:
+            return {}
+        raise ModelError(f"{path} is missing; --model needs a folder with config.json and *.safetensors") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable JSON ({error})".replace("\n", " ")) from error
+    if not isinstance(parsed, dict):
+        raise ModelError(f"{path} is no JSON object")
+    return parsed
+
+
+def _architecture(whole: Raw, folder: Path) -> str:
+    named = whole.get("architectures") or ["(none)"]
+    architecture: str = ALIASES.get(named[0], named[0])
+    if architecture not in FAMILIES:
+        known = ", ".join(sorted(FAMILIES))
+        raise UnsupportedModelError(f"{folder} has the architecture {named[0]}; supported are {known}")
+    return architecture
+
+
+def _complete(raw: dict[str, Any]) -> dict[str, Any]:
+    """Multimodal checkpoints leave out what equals the default of transformers' class."""
+    if all(key in raw for key in _REQUIRED) or "model_type" not in raw:
+        return raw
+    from transformers import AutoConfig  # seconds to import, so only for a config that needs it
+
+    defaults: dict[str, Any] = AutoConfig.for_model(raw["model_type"]).to_dict()
+    derived = ("layer_types", "rope_parameters", "no_rope_layers")  # of the default sizes, not of this model's
+    return {key: value for key, value in defaults.items() if key not in derived} | raw
+
+
+def _model_config(architecture: str, raw: Raw, generation: Raw) -> ModelConfig:
+    family = {
+        key: value(raw) if callable(value) and key not in ("window", "moe_layer") else value
+        for key, value in FAMILIES[architecture].items()
+    }
+    heads = raw["num_attention_heads"]
+    head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
+    if raw.get("use_bidirectional_attention"):
+        raise UnsupportedModelError("attention in both directions (an embedding model) is not supported")
+    ropes = _ropes(raw, head_dim)
+    layers = _layers(raw, ropes, family.pop("window", None), family.pop("moe_layer", None))
+    fields: dict[str, Any] = {
+        "architecture": architecture,
+        "vocab_size": raw["vocab_size"],
+        "hidden_size": raw["hidden_size"],
+        "num_layers": raw["num_hidden_layers"],
+        "num_q_heads": heads,
+        "num_kv_heads": raw.get("num_key_value_heads") or heads,
+        "head_dim": head_dim,
+        "intermediate_size": raw["intermediate_size"],
+        "max_position": _context_length(raw, ropes),
+        "layers": layers,
+        "ropes": tuple(ropes.values()),
+        "norm_eps": raw.get("rms_norm_eps", 1e-6),
+        "tie_embeddings": raw.get("tie_word_embeddings", False),
+        "eos_token_ids": _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
+        "bos_token_id": next(iter(_token_ids(generation.get("bos_token_id"), raw.get("bos_token_id"))), None),
+        "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch."),
+        "quantization": raw.get("quantization_config") or raw.get("compression_config"),
+        "generation_defaults": {k: generation[k] for k in _SAMPLING_DEFAULTS if generation.get(k) is not None},
+    }
+    return ModelConfig(**(fields | _activation(raw, family) | family))
+
+
+def _activation(raw: Raw, family: Raw) -> dict[str, str]:
+    name = raw.get("hidden_activation") or (None if "activation" in family else raw.get("hidden_act"))
+    if name is None:
+        return {}
+    if name not in _ACTIVATIONS:
+        raise UnsupportedModelError(f"activation {name}; supported are {', '.join(_ACTIVATIONS)}")
+    return {"activation": _ACTIVATIONS[name]}
+
+
+def _token_ids(*candidates: Any) -> tuple[int, ...]:
+    """The first that is given, as a tuple; config files hold None, one id or a list."""
+    for given in candidates:
+        if given is not None:
+            return tuple(given) if isinstance(given, list) else (int(given),)
+    return ()
+
+
+# ---- layers and rotary embeddings ---------------------------------------------------------------------------------
+
+
+def _layers(
+    raw: Raw,
+    ropes: Mapping[str, RopeConfig],
+    window: Callable[[Raw, int], int | None] | None,
+    moe_layer: Callable[[Raw, int], bool] | None,
+) -> tuple[LayerSpec, ...]:
+    count = raw["num_hidden_layers"]
+    types = raw.get("layer_types")
+    with_rope = raw.get("no_rope_layers")  # despite its name, 1 is a layer that has positions
+    layers = []
+    for i in range(count):
+        if types is not None:
+            if types[i] not in ("full_attention", "sliding_attention"):
+                raise UnsupportedModelError(f"layer {i} is of type {types[i]}, which is not supported")
+            size = raw.get("sliding_window") if types[i] == "sliding_attention" else None
+        else:
+            size = window(raw, i) if window else None
+        rope = list(ropes).index("sliding_attention") if size and "sliding_attention" in ropes else 0
+        layers.append(
+            LayerSpec(
+                window=size,
+                rope=None if with_rope and not with_rope[i] else rope,
+                moe=moe_layer is not None and moe_layer(raw, i),
+            )
+        )
+    return tuple(layers)
+
+
+def _ropes(raw: Raw, head_dim: int) -> dict[str, RopeConfig]:
+    """Kind of layer -> its rotary embedding. Kinds without an entry of their own use the first one."""
+    given = raw.get("rope_parameters") or {}
+    if "full_attention" in given:  # transformers 5: one for each kind of layer
+        return {kind: _rope(given[kind], raw, head_dim) for kind in ("full_attention", "sliding_attention")}
+    theta = {"rope_theta": raw.get("rope_theta", 10000.0)}
+    ropes = {"full_attention": _rope(theta | (raw.get("rope_scaling") or {}) | given, raw, head_dim)}
+    if "rope_local_base_freq" in raw:
+        ropes["sliding_attention"] = _rope({"rope_theta": raw["rope_local_base_freq"]}, raw, head_dim)
+    return ropes
+
+
+def _rope(params: dict[str, Any], raw: Raw, head_dim: int) -> RopeConfig:
+    kind = params.get("rope_type") or params.get("type") or "default"
+    kind = {"su": "longrope"}.get(kind, kind)
+    if kind not in _ROPE_KINDS:
+        raise UnsupportedModelError(f"rotary embedding of type {kind}; supported are {', '.join(_ROPE_KINDS)}")
+    original = params.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    if kind in ("yarn", "dynamic", "longrope"):
+        original = original or raw["max_position_embeddings"]
+    if kind == "longrope":
+        params = {"factor": raw["max_position_embeddings"] / original} | params
+    factor = params.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    return RopeConfig(
+        theta=float(params["rope_theta"]),
+        kind=kind,
+        rotary_dim=None if factor == 1.0 else int(head_dim * factor),
+        params=params,
+        original_max_position=original,
+    )
+
+
+def _context_length(raw: Raw, ropes: Mapping[str, RopeConfig]) -> int:
+    """Positions that the model is made for; for these kinds max_position_embeddings is the length before scaling."""
+    length: int = raw.get("max_position_embeddings", 2048)
+    rope = ropes["full_attention"]
+    if rope.kind in ("yarn", "dynamic"):
+        return int((rope.original_max_position or length) * rope.params.get("factor", 1.0))
+    if rope.kind == "linear" and "sliding_attention" not in ropes:  # Gemma 3 states the length after it
+        return int(length * rope.params.get("factor", 1.0))
+    return length
