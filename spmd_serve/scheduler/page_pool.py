@@ -14,7 +14,7 @@ pages are cached. The order is that of the step in which a page was last held, t
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from spmd_serve.scheduler.prefix_cache import ROOT, PrefixCache
 
@@ -56,16 +56,18 @@ class PagePool:
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` pages for one holder, evicting the least recently used cached ones when no free ones are left."""
-        free = self._free
         assert count <= self.num_available, f"{count} pages asked for, {self.num_available} available"
-        while len(free) < count:
+        return [self.allocate_one() for _ in range(count)]
+
+    def allocate_one(self) -> int:
+        """Take one page, which must be available."""
+        if self._free:
+            page = self._free.pop()
+        else:
             page, _ = self._idle.popitem(last=False)
             self._cache.remove(page)
-            free.append(page)
-        pages = [free.pop() for _ in range(count)]
-        for page in pages:
-            self._refs[page] = 1
-        return pages
+        self._refs[page] = 1
+        return page
 
     def retain(self, pages: Iterable[int]) -> None:
         """Add a holder to pages that are used or cached."""
@@ -75,8 +77,8 @@ class PagePool:
                 del idle[page]
             refs[page] += 1
 
-    def release(self, pages: list[int]) -> None:
-        """Remove one holder from each page, the last of the list first."""
+    def release(self, pages: Sequence[int]) -> None:
+        """Remove one holder from each page, the last one first (see above)."""
         refs, in_tree = self._refs, self._cache.edge_of
         for page in reversed(pages):
             left = refs[page] - 1

@@ -14,8 +14,8 @@ from operator import attrgetter
 
 from spmd_serve.config import SchedulerOptions
 from spmd_serve.scheduler.digest import RollingDigest
-from spmd_serve.scheduler.page_pool import PagePool
-from spmd_serve.scheduler.prefix_cache import PrefixCache
+from spmd_serve.scheduler.intake import Intake
+from spmd_serve.scheduler.page_tables import PageTables
 from spmd_serve.scheduler.sequence import Sequence, SequenceStatus
 from spmd_serve.types import (
     Finish,
@@ -35,7 +35,7 @@ from spmd_serve.types import (
 _DECODE, _FINISHED = SequenceStatus.DECODE, SequenceStatus.FINISHED
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Flight:
     """A step that was planned and not committed: the sequences behind the batch's rows."""
 
@@ -75,17 +75,18 @@ class Scheduler:
         overlap: bool,
         digest: str = "every-step",
     ) -> None:
-        self._options = options
-        self._page_size = page_size
+        self._prefill_share = options.prefill_share
         self._max_batch_tokens = max_batch_tokens
-        self._max_model_len = max_model_len
-        self._eos = frozenset(eos_token_ids)
         self._overlap = overlap
-        self._use_cache = prefix_cache
-        self._cache = PrefixCache(page_size)
-        self._pool = PagePool(num_pages, self._cache)
-        # The last token's KV is never needed, hence one token more than the pool holds.
-        self._max_length = min(max_model_len, num_pages * page_size + 1)
+        self._tables = PageTables(page_size, num_pages)
+        self._intake = Intake(
+            options,
+            capacity=self._tables.capacity,
+            max_model_len=max_model_len,
+            eos_token_ids=eos_token_ids,
+            prefix_cache=prefix_cache,
+            overlap=overlap,
+        )
         # Never more rows than tokens in a step: each decode is in every step and each prefill can go on.
         self._free_slots = list(range(min(options.max_num_seqs, max_batch_tokens)))  # sorted
         self._step = 0
@@ -101,11 +102,9 @@ class Scheduler:
         self._decode_slots: list[int] = []
         self._joining: list[Sequence] = []  # decode from the next step on
         self._decoding_changed = False
-        self._moved: list[tuple[Sequence, int, int]] = []  # (sequence, page index, page) that the engine must hear of
         self._flights: deque[_Flight] = deque()
         self._digest = RollingDigest(digest)
         self._output = StepOutput(0)
-        self._arrived_total = 0
         self._preempted_total = 0
         self._prompt_tokens_total = 0
         self._cached_tokens_total = 0
@@ -135,9 +134,9 @@ class Scheduler:
             running=len(self._running),
             waiting=len(self._waiting),
             preempted_total=self._preempted_total,
-            pages_total=self._pool.num_pages,
-            pages_free=self._pool.num_free,
-            pages_cached=self._pool.num_cached,
+            pages_total=self._tables.pool.num_pages,
+            pages_free=self._tables.pool.num_free,
+            pages_cached=self._tables.pool.num_cached,
             prompt_tokens_total=self._prompt_tokens_total,
             cached_tokens_total=self._cached_tokens_total,
             generation_tokens_total=self._generation_tokens_total,
@@ -145,7 +144,7 @@ class Scheduler:
 
     def take_output(self) -> StepOutput:
         """Everything that was produced since the last call. Every rank calls it, or the output piles up."""
-        output, self._output = self._output, StepOutput(self._step)
+        output, self._output = self._output, StepOutput(0)
         output.step = self._step
         return output
 
@@ -153,6 +152,7 @@ class Scheduler:
 
     def apply(self, step_input: StepInput) -> None:
         """Take in arrivals, aborts, time and phase. `step_input.step` numbers the next `schedule`."""
+        assert step_input.step >= self._step, f"step {step_input.step} came after step {self._step}"
         self._step = step_input.step
         self._phase = max(self._phase, step_input.phase)
         for request in step_input.arrivals:
@@ -169,54 +169,21 @@ class Scheduler:
 
     def _accept(self, request: Request, now: float) -> None:
         assert request.uid not in self._live, f"request {request.uid} came twice"
-        refusal = self._refusal(request)
+        refusal = self._intake.refuse(
+            request,
+            draining=self._phase is not ServicePhase.RUN,
+            waiting=len(self._waiting),
+            free_rows=len(self._free_slots),
+        )
         if refusal is not None:
             self._output.finished.append(refusal)
             self._digest.fold_end(request.uid, refusal.reason)
             return
-        params = request.params
-        deadline = request.deadline
-        if deadline is None and self._options.request_timeout is not None:
-            deadline = now + self._options.request_timeout
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids = self._eos | stop_ids if stop_ids else self._eos
-        priority = request.priority if self._options.schedule == "priority" else 0
-        sequence = Sequence(
-            request,
-            order=(priority, self._arrived_total),
-            deadline=deadline,
-            limit=min(len(request.prompt) // 4 + params.max_tokens, self._max_length),
-            stop_ids=stop_ids,
-            # Logprobs of the prompt need its logits: nothing is reused, and the same request has the same values twice.
-            use_cache=self._use_cache and params.prompt_logprobs is None,
-            synchronous=self._overlap and params.grammar is not None,
-        )
-        self._arrived_total += 1
+        sequence = self._intake.make_sequence(request, now)
         self._live[sequence.uid] = sequence
         insort(self._waiting, sequence)
-        if deadline is not None:
-            insort(self._deadlines, (deadline, sequence.order, sequence))
-
-    def _refusal(self, request: Request) -> Finish | None:
-        length, capacity = len(request.prompt) // 4, self._pool.num_pages * self._page_size
-        longest = min(self._max_model_len - (request.params.max_tokens > 0), capacity)
-        if self._phase is not ServicePhase.RUN:
-            message, code = "the server is shutting down; ask another one", "draining"
-        elif length == 0:
-            message, code = "the prompt is empty; give at least one token", "empty_prompt"
-        elif length > longest:
-            message = (
-                f"the prompt has {length} tokens; at most {longest} fit "
-                f"(context {self._max_model_len}, KV pool {capacity} tokens)"
-            )
-            code = "context_length"
-        elif len(self._waiting) >= self._options.max_queue + len(self._free_slots):
-            message = f"{len(self._waiting)} requests are waiting already; try again later"
-            code = "overloaded"
-        else:
-            return None
-        return Finish(request.uid, FinishReason.ERROR, message, code)
+        if sequence.deadline is not None:
+            insort(self._deadlines, (sequence.deadline, sequence.order, sequence))
 
     # ---- schedule ------------------------------------------------------------------------------------------------
 
@@ -229,27 +196,21 @@ class Scheduler:
         assert len(self._flights) <= self._overlap, "schedule() came before the commit of an older step"
         step, self._step = self._step, self._step + 1
         preempted = self._preempted_total
-        writes: list[tuple[int, int, list[int]]] = []
         new_rows: list[NewRow] = []
-        decodes, decode_slots = self._plan_decodes(writes)
-        parts = self._deal_prefill(
-            self._max_batch_tokens - len(decodes), self._preempted_total == preempted, new_rows, writes
-        )
+        decodes, decode_slots = self._plan_decodes()
+        parts = self._deal_prefill(self._max_batch_tokens - len(decodes), self._preempted_total == preempted, new_rows)
         if not decodes and not parts:
-            assert not writes and not new_rows
+            assert not new_rows
             return None
         chunks = [self._plan_chunk(sequence, size) for sequence, size in parts]
         if parts:
             self._prefilling = [s for s in self._prefilling if s.status is SequenceStatus.PREFILL]
-        for sequence, index, page in self._moved:
-            writes.append((sequence.slot, index, [page]))
-        self._moved = []
-        batch = ScheduledBatch(step, decode_slots, chunks, new_rows, writes)
+        batch = ScheduledBatch(step, decode_slots, chunks, new_rows, self._tables.take_writes())
         self._flights.append(_Flight(batch, decodes, [sequence for sequence, _ in parts]))
         self._digest.fold_plan(batch)
         return batch
 
-    def _plan_decodes(self, writes: list[tuple[int, int, list[int]]]) -> tuple[list[Sequence], list[int]]:
+    def _plan_decodes(self) -> tuple[list[Sequence], list[int]]:
         """Plan one token for every decoding sequence that can go on, oldest first where pages are short."""
         self._update_decoding()
         special: list[Sequence] = []
@@ -271,7 +232,7 @@ class Scheduler:
                 self._decoding_changed = True
             elif sequence.synchronous and sequence.planned >= len(sequence.tokens):
                 held.add(sequence.uid)
-            elif self._has_page(sequence, writes):
+            elif self._has_page(sequence):
                 sequence.planned += 1
                 self._set_bound(sequence)
         self._update_decoding()
@@ -288,21 +249,19 @@ class Scheduler:
             self._decoding_changed = False
 
     def _set_bound(self, sequence: Sequence) -> None:
-        pages_end = len(sequence.pages) * self._page_size
+        pages_end = len(sequence.pages) * self._tables.page_size
         sequence.bound = 0 if sequence.synchronous else min(pages_end, sequence.limit - 1)
 
-    def _has_page(self, sequence: Sequence, writes: list[tuple[int, int, list[int]]]) -> bool:
+    def _has_page(self, sequence: Sequence) -> bool:
         """Make sure that the sequence's next position has a page. The newest sequences give way, possibly itself (False)."""
-        index = len(sequence.pages)
-        if sequence.planned < index * self._page_size:
+        if sequence.planned < len(sequence.pages) * self._tables.page_size:
             return True
-        while not self._pool.num_available:
+        while not self._tables.pool.num_available:
             newest = self._running[-1]
             self._preempt(newest)
             if newest is sequence:
                 return False
-        sequence.pages += self._pool.allocate(1)
-        writes.append((sequence.slot, index, sequence.pages[index:]))
+        self._tables.grow(sequence)
         return True
 
     def _deal_prefill(
@@ -310,21 +269,20 @@ class Scheduler:
         budget: int,
         may_admit: bool,
         new_rows: list[NewRow],
-        writes: list[tuple[int, int, list[int]]],
     ) -> list[tuple[Sequence, int]]:
         """Deal `budget` tokens to prompts, in order, admitting those that wait while there are tokens, rows and pages.
 
         A prompt with more than the share that is kept for others takes at most `prefill_share` of what is left while others
         are behind it, so that a short prompt passes a long one; what nobody wants goes back to the first.
         """
-        share = self._options.prefill_share
+        share = self._prefill_share
         short = int((1.0 - share) * budget)
         parts: list[tuple[Sequence, int]] = []
-        queue = self._prefilling
+        queue = self._prefilling[:]
         taken, left = 0, budget
         while left > 0:
             if may_admit and self._waiting and (taken == len(queue) or self._waiting[0] < queue[taken]):
-                sequence = self._admit(new_rows, writes)
+                sequence = self._admit(new_rows)
                 if sequence is None:
                     may_admit = False
                     continue
@@ -335,7 +293,7 @@ class Scheduler:
                 break
             size = min(sequence.prefill_end - sequence.planned, left)
             if size > short and (taken < len(queue) or (may_admit and self._waiting)):
-                size = min(size, max(self._page_size, ceil(share * left)))
+                size = min(size, max(self._tables.page_size, ceil(share * left)))
             parts.append((sequence, size))
             left -= size
         if left > 0:
@@ -345,33 +303,19 @@ class Scheduler:
                 left -= more
         return parts
 
-    def _admit(self, new_rows: list[NewRow], writes: list[tuple[int, int, list[int]]]) -> Sequence | None:
+    def _admit(self, new_rows: list[NewRow]) -> Sequence | None:
         """Give the first waiting sequence a row and the pages of all its known tokens, or None if it must go on waiting."""
         sequence = self._waiting[0]
-        pool = self._pool
-        available = pool.num_available
-        if not self._free_slots or (self._running and available <= sequence.blocked_at):
-            return None
-        known = len(sequence.tokens)
-        found: list[int] = []
-        if sequence.use_cache:  # at least one token is computed, or there would be no logits to sample from
-            found = self._cache.match(sequence.tokens, (known - 1) // self._page_size, sequence.salt)
-        missing = -(-known // self._page_size) - len(found)
         # Every running sequence may grow by a page before the newcomer has to give way again.
-        if self._running and available - pool.count_cached(found) < missing + len(self._running):
-            sequence.blocked_at = available
+        if not self._free_slots or not self._tables.open(sequence, self._free_slots[0], headroom=len(self._running)):
             return None
-        pool.retain(found)
         del self._waiting[0]
         insort(self._running, sequence)
-        self._prefilling = sorted((*self._prefilling, sequence))
+        insort(self._prefilling, sequence)
         sequence.status = SequenceStatus.PREFILL
         sequence.slot = self._free_slots.pop(0)
-        sequence.pages = found + pool.allocate(missing)
-        sequence.num_shared = len(found)
-        sequence.planned = sequence.committed_chunk = len(found) * self._page_size
-        sequence.prefill_end = known
-        sequence.blocked_at = -1
+        sequence.prefill_end = len(sequence.tokens)
+        sequence.planned = sequence.committed_chunk = sequence.num_shared * self._tables.page_size
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.planned
         new_rows.append(
@@ -380,12 +324,11 @@ class Scheduler:
                 sequence.uid,
                 sequence.params,
                 sequence.tokens,
-                known,
+                sequence.prefill_end,
                 sequence.num_prompt,
                 sequence.planned,
             )
         )
-        writes.append((sequence.slot, 0, sequence.pages[:]))
         return sequence
 
     def _plan_chunk(self, sequence: Sequence, size: int) -> PrefillChunk:
@@ -447,7 +390,7 @@ class Scheduler:
         end = chunk.start + len(chunk.tokens)
         if sequence.status is not SequenceStatus.WAITING:  # else it was preempted since, and its pages are not its own
             sequence.committed_chunk = end
-            self._keep_pages(sequence, end, stays=True)
+            self._tables.share(sequence, end)
         if not chunk.samples and end < sequence.limit:
             return
         if not sequence.started:
@@ -493,39 +436,15 @@ class Scheduler:
         self._preempted_total += 1
 
     def _leave(self, sequence: Sequence) -> None:
-        """Give row and pages back. A step in flight may still write into the pages: whoever gets them next writes later."""
+        """Give row and pages back."""
         del self._running[bisect_left(self._running, sequence)]
         if sequence.status is SequenceStatus.PREFILL:
             del self._prefilling[bisect_left(self._prefilling, sequence)]
         elif sequence.status is _DECODE:
             self._decoding_changed = True
-        if self._moved:
-            self._moved = [move for move in self._moved if move[0] is not sequence]
-        self._keep_pages(sequence, sequence.num_computed, stays=False)
-        self._pool.release(sequence.pages)
-        sequence.pages = []
+        self._tables.close(sequence)
         insort(self._free_slots, sequence.slot)
         sequence.slot = -1
-
-    def _keep_pages(self, sequence: Sequence, num_tokens: int, *, stays: bool) -> None:
-        """Put the full pages of the first `num_tokens` positions into the prefix cache.
-
-        Where the cache has a page of the same contents already (two equal prompts in flight), the sequence takes that one and
-        gives its own back; the engine hears of it with the next batch if the sequence `stays`.
-        """
-        start, stop = sequence.num_shared, num_tokens // self._page_size
-        if stop <= start or not sequence.use_cache:
-            return
-        pages = sequence.pages
-        kept = self._cache.add(sequence.tokens, pages, start, stop, sequence.salt)
-        for index, page in enumerate(kept, start):
-            if page != pages[index]:
-                self._pool.retain((page,))
-                self._pool.release([pages[index]])
-                pages[index] = page
-                if stays:
-                    self._moved.append((sequence, index, page))
-        sequence.num_shared = stop
 
     # ---- proof ---------------------------------------------------------------------------------------------------
 
@@ -536,7 +455,7 @@ class Scheduler:
             AssertionError: a page, row or sequence is lost or counted twice.
         """
         running, waiting = self._running, self._waiting
-        self._pool.check([s.pages for s in running])
+        self._tables.check(running)
         assert running == sorted(running) and waiting == sorted(waiting), "a queue is out of order"
         assert sorted(s.order for s in self._live.values()) == sorted(s.order for s in (*running, *waiting))
         assert all(s.status is SequenceStatus.WAITING and s.slot < 0 and not s.pages for s in waiting)
@@ -546,10 +465,5 @@ class Scheduler:
         slots = sorted([s.slot for s in running] + self._free_slots)
         assert slots == list(range(len(slots))), "a row is lost or owned twice"
         for s in running:
-            assert s.num_shared * self._page_size <= s.planned <= len(s.pages) * self._page_size
             assert s.planned <= len(s.tokens) + len(self._flights) and len(s.tokens) <= s.limit
-            assert all(page in self._cache.edge_of for page in s.pages[: s.num_shared])
-            assert not any(page in self._cache.edge_of for page in s.pages[s.num_shared :]), (
-                "an unfinished page is cached"
-            )
         assert sum(s.deadline is not None for s in self._live.values()) == len(self._deadlines)
