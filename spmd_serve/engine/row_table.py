@@ -55,14 +55,14 @@ class RowTable:
         self.temperature.index_copy_(0, slots, upload(floats, self.device))
 
     def write_pages(self, page_writes: Sequence[tuple[int, int, list[int]]]) -> None:
-        """Put page ids into the rows: (slot, first logical page, pages)."""
+        """Put page ids into the rows: (slot, first logical page, pages). A page may be replaced by one of equal content."""
         if not page_writes:
             return
         where: list[int] = []
         what: list[int] = []
         for slot, first, pages in page_writes:
-            assert len(self.pages[slot]) == first, "pages of a row are appended in order"
-            self.pages[slot] += pages
+            assert first <= len(self.pages[slot]), "a row's pages have no gaps"
+            self.pages[slot][first : first + len(pages)] = pages
             base = slot * self.max_pages + first
             where += range(base, base + len(pages))
             what += pages
