@@ -12,6 +12,7 @@ SpmdServeError
 │   ├── RankDivergenceError             ranks decided differently (names step, rank, field)
 │   ├── RankLostError                   a rank died or stopped answering (names it)
 │   └── ControlTimeoutError             the control channel waited longer than --control-timeout
+├── FrontendError (RuntimeError)        rank 0's HTTP frontend died, did not start or does not take its output
 └── DeviceMemoryError (RuntimeError)    out of device memory; names the option to change
 """
 
@@ -82,6 +83,10 @@ class RankLostError(DistributedError):
 
 class ControlTimeoutError(DistributedError):
     """The control channel waited longer than --control-timeout."""
+
+
+class FrontendError(SpmdServeError, RuntimeError):
+    """Rank 0's HTTP frontend died, did not start or does not take its output; the job ends."""
 
 
 class DeviceMemoryError(SpmdServeError, RuntimeError):

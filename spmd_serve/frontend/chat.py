@@ -1,0 +1,121 @@
+"""Chat messages to a prompt, with the model's Jinja template, the way transformers renders it."""
+
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jinja2
+import jinja2.ext
+import jinja2.nodes
+import jinja2.parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from spmd_serve.errors import ModelError, RequestError
+from spmd_serve.frontend.tokenizer import TextTokenizer, read_json
+
+
+class _GenerationTag(jinja2.ext.Extension):
+    """`{% generation %}` marks what an assistant wrote; it renders as its content."""
+
+    tags = {"generation"}  # noqa: RUF012 (jinja2 declares it so)
+
+    def parse(self, parser: jinja2.parser.Parser) -> list[jinja2.nodes.Node]:
+        next(parser.stream)
+        return list(parser.parse_statements(("name:endgeneration",), drop_needle=True))
+
+
+def _tojson(value: Any, ensure_ascii: bool = False, indent: int | None = None, **kwargs: Any) -> str:
+    """JSON without HTML escapes, unlike Jinja's own filter."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **kwargs)
+
+
+def _raise_exception(message: str) -> NoReturn:
+    raise jinja2.TemplateError(message)
+
+
+def _strftime_now(form: str) -> str:
+    return datetime.now().strftime(form)
+
+
+def _environment() -> ImmutableSandboxedEnvironment:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationTag, jinja2.ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _tojson
+    environment.globals["raise_exception"] = _raise_exception
+    environment.globals["strftime_now"] = _strftime_now
+    return environment
+
+
+def find_template(folder: Path, file: str | None) -> str | None:
+    """The template's source: `file`, else the folder's chat_template.jinja, else the one in tokenizer_config.json."""
+    path = Path(file) if file is not None else folder / "chat_template.jinja"
+    if path.is_file():
+        return path.read_text()
+    if file is not None:
+        raise ModelError(f"--chat-template {file} is not a file")
+    value = read_json(folder / "tokenizer_config.json").get("chat_template")
+    if isinstance(value, list):  # several named templates
+        value = {entry["name"]: entry["template"] for entry in value}.get("default")
+    return value if isinstance(value, str) else None
+
+
+class ChatTemplate:
+    """A compiled chat template.
+
+    Raises:
+        ModelError: the template is not valid Jinja.
+    """
+
+    def __init__(self, source: str | None, tokenizer: TextTokenizer) -> None:
+        self._variables: dict[str, Any] = dict(tokenizer.special_tokens)
+        try:
+            self._template = None if source is None else _environment().from_string(source)
+        except jinja2.TemplateError as error:
+            raise ModelError(f"the chat template is not valid: {error}; give another with --chat-template") from None
+
+    def render(
+        self,
+        messages: list[dict[str, Any]],
+        *,
+        add_generation_prompt: bool,
+        continue_final_message: bool,
+        extra: dict[str, Any],
+    ) -> str:
+        """The prompt's text. `extra` are the request's chat_template_kwargs.
+
+        Raises:
+            RequestError: the model has no template, or the template refuses the messages.
+        """
+        if self._template is None:
+            raise RequestError(
+                "this model has no chat template; use /v1/completions, or start the server with --chat-template",
+                param="messages",
+            )
+        variables = self._variables | extra
+        try:
+            text = self._template.render(**variables, messages=messages, add_generation_prompt=add_generation_prompt)
+        except jinja2.TemplateError as error:
+            raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
+        except (TypeError, ValueError, KeyError, AttributeError, RecursionError, ArithmeticError, LookupError) as error:
+            raise RequestError(
+                f"the chat template fails on these messages: {type(error).__name__}: {error}", param="messages"
+            ) from None
+        return _cut_after(text, messages[-1].get("content") or "") if continue_final_message else text
+
+
+def _cut_after(text: str, final: str) -> str:
+    """The rendered text up to the end of the final message, which the model shall continue."""
+    start = text.rfind(final.strip())
+    if start < 0:
+        raise RequestError(
+            "continue_final_message: the chat template changes the final message, so that it cannot be continued",
+            param="continue_final_message",
+        )
+    kept = final.lstrip()
+    if text[start : start + len(kept)] == kept:
+        return text[: start + len(kept)]
+    return text[: start + len(final.strip())]

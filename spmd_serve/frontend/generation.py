@@ -1,0 +1,170 @@
+"""What one HTTP request generates: its choices, and what of them the response has not taken yet."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from spmd_serve.errors import RequestError
+from spmd_serve.frontend.detokenizer import Detokenizer, StopSearch
+from spmd_serve.frontend.plan import Plan, Prompt
+from spmd_serve.types import FinishReason, TokenLogprobs
+
+
+class Choice:
+    """One sequence on the frontend's side: ids go in, text comes out. Owned by the event loop.
+
+    Attributes:
+        text: what may be shown and has not been taken yet.
+        logprobs: (token, log-probabilities) not taken yet, for choices that asked.
+        prompt_logprobs: position -> log-probabilities of the prompt's tokens.
+        num_tokens: produced so far, which is what usage counts.
+        finish: None while it runs.
+        taken: whether the response has taken anything yet.
+    """
+
+    __slots__ = (
+        "cached_tokens",
+        "cumulative_logprob",
+        "finish",
+        "generation",
+        "index",
+        "last_token_time",
+        "logprobs",
+        "min_tokens",
+        "num_tokens",
+        "offset",
+        "prompt",
+        "prompt_logprobs",
+        "queued",
+        "search",
+        "step",
+        "stream",
+        "taken",
+        "text",
+        "uid",
+    )
+
+    def __init__(
+        self,
+        generation: Generation,
+        uid: int,
+        index: int,
+        prompt: Prompt,
+        stream: Detokenizer,
+        search: StopSearch | None,
+    ) -> None:
+        self.generation = generation
+        self.uid = uid
+        self.index = index
+        self.prompt = prompt
+        self.stream = stream
+        self.step = stream.step
+        self.search = search
+        self.min_tokens = generation.plan.params.min_tokens
+        self.text = ""
+        self.logprobs: list[tuple[int, TokenLogprobs]] = []
+        self.prompt_logprobs: dict[int, TokenLogprobs] = {}
+        self.num_tokens = 0
+        self.cached_tokens = 0
+        self.cumulative_logprob = 0.0
+        self.last_token_time = 0.0
+        self.finish: FinishReason | None = None
+        self.taken = False
+        self.queued = False  # stands in generation.ready
+        self.offset = 0  # characters of text before the next token's, for logprobs' text_offset
+
+    def push(self, token: int, shown: bool) -> bool:
+        """Add a token; `shown` is False for a token that stops the request. True when it completes a stop string."""
+        self.num_tokens += 1
+        if not shown:
+            return False
+        text = self.step(token)
+        if not text:
+            return False
+        if self.search is None or self.num_tokens <= self.min_tokens:
+            self.text += text
+            return False
+        text, matched = self.search.feed(text)
+        self.text += text
+        return matched
+
+    def end(self, reason: FinishReason) -> None:
+        """The one end of this choice. What was held back comes out, unless a stop string ended it."""
+        if self.search is not None:
+            tail, matched = self.search.feed(self.stream.flush())
+            self.text += tail if matched else tail + self.search.flush()
+            reason = FinishReason.STOP if matched else reason
+        else:
+            self.text += self.stream.flush()
+        self.finish = reason
+
+    def end_by_stop_string(self) -> None:
+        """A stop string was completed: nothing more is shown."""
+        self.finish = FinishReason.STOP
+
+
+class Generation:
+    """The choices of one HTTP request. The dispatcher fills it; one response task takes from it.
+
+    Attributes:
+        ready: choices with something new to send, in order; only kept for streams.
+        error: set when the request as a whole has failed.
+        sending_since: monotonic time since when the response waits for its client to read; None while it does not.
+        disconnect: closes the connection at once, whatever is unsent.
+    """
+
+    def __init__(self, plan: Plan, disconnect: Callable[[], None]) -> None:
+        self.plan = plan
+        self.choices: list[Choice] = []
+        self.created = int(time.time())
+        self.submitted = time.monotonic()
+        self.ready: list[Choice] = []
+        self.open = 0
+        self.error: RequestError | None = None
+        self.client_left = False
+        self.sending_since: float | None = None
+        self.disconnect = disconnect
+        self._waiter: asyncio.Future[None] | None = None
+
+    @property
+    def over(self) -> bool:
+        """True when no more output will come."""
+        return self.open == 0 or self.error is not None or self.client_left
+
+    def wake(self) -> None:
+        """Tell the response that there is something to take, or that it is over."""
+        waiter = self._waiter
+        if waiter is not None and not waiter.done():
+            waiter.set_result(None)
+
+    async def wait(self) -> None:
+        """Until `wake`; at once when there is something to take or it is over."""
+        if self.ready or self.over:
+            return
+        self._waiter = asyncio.get_running_loop().create_future()
+        await self._waiter
+        self._waiter = None
+
+    # ---- usage
+
+    def prompt_tokens(self) -> int:
+        """Each prompt counts once, however many choices it has."""
+        return sum(len(p.ids) for p in self.plan.prompts)
+
+    def cached_tokens(self) -> int:
+        return sum(self.choices[i].cached_tokens for i in range(0, len(self.choices), self.plan.best_of))
+
+    def completion_tokens(self) -> int:
+        return sum(c.num_tokens for c in self.choices)
+
+    def usage(self) -> dict[str, object]:
+        """OpenAI's usage object, with what has been produced so far."""
+        prompt, completion = self.prompt_tokens(), self.completion_tokens()
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": completion,
+            "total_tokens": prompt + completion,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens()},
+        }

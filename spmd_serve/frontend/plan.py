@@ -1,0 +1,403 @@
+"""From a request's body to what shall be generated. Runs on the tokenizer threads; whatever is wrong raises here."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from array import array
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import orjson
+from pydantic import ValidationError
+
+from spmd_serve.config import Config
+from spmd_serve.errors import RequestError
+from spmd_serve.frontend.chat import ChatTemplate
+from spmd_serve.frontend.detokenizer import StopStrings
+from spmd_serve.frontend.grammar import GrammarCompiler
+from spmd_serve.frontend.schemas import (
+    MAX_SEED,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Generate,
+    Message,
+    TokenizeBody,
+)
+from spmd_serve.frontend.tokenizer import TextTokenizer
+from spmd_serve.types import ModelInfo, SamplingParams
+
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions without max_tokens
+GREEDY_BELOW = 1e-5  # temperatures under it would overflow logits / T
+
+BodyType = TypeVar("BodyType", bound=Body)
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One prompt: its ids (int32), the text to echo, and how many tokens it may get."""
+
+    ids: array[int]
+    echo_text: str
+    max_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """What one HTTP request wants generated and how it wants to see it.
+
+    Attributes:
+        params: of every choice, but for max_tokens (the prompt's) and the seed (its own).
+        logprobs, prompt_logprobs: what the answer shows; `params` may ask the engine for more (best_of, echo).
+        timeout: seconds from submission.
+    """
+
+    chat: bool
+    model: str
+    prompts: list[Prompt]
+    params: SamplingParams
+    n: int
+    best_of: int
+    stream: bool
+    include_usage: bool
+    continuous_usage: bool
+    echo: bool
+    logprobs: int | None
+    prompt_logprobs: int | None
+    stops: StopStrings | None
+    include_stop: bool
+    skip_special: bool
+    timeout: float | None
+    priority: int
+    cache_salt: str
+
+    def choice_params(self, prompt: Prompt, number: int) -> SamplingParams:
+        """Parameters of a prompt's choice `number`: n choices of one seed are n different seeds, the first its own."""
+        return replace(
+            self.params,
+            max_tokens=prompt.max_tokens,
+            seed=(self.params.seed + number) & MAX_SEED,
+        )
+
+
+def parse_body(data: bytes, schema: type[BodyType]) -> BodyType:
+    """Validate a body.
+
+    Raises:
+        RequestError: with the field's name in `param`.
+    """
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object")
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise _request_error(error, schema) from None
+
+
+def _request_error(error: ValidationError, schema: type[Body]) -> RequestError:
+    first = error.errors(include_url=False, include_context=True)[0]
+    loc = list(first["loc"])
+    kind, message = first["type"], first["msg"]
+    if kind == "refused":
+        loc.append(first["ctx"]["name"])
+    param = ""
+    for item in loc:
+        param += f"[{item}]" if isinstance(item, int) else f".{item}" if param else str(item)
+    param = re.sub(r"[^\x20-\x7e]", "?", param)[:256]
+    if kind == "extra_forbidden":
+        return RequestError(f"'{param}' is not a field of this request", param=param, code="unknown_field")
+    if kind == "missing":
+        return RequestError(f"'{param}' is missing", param=param, code="missing_field")
+    code = "unsupported_field" if kind == "refused" and "not supported" in message else None
+    return RequestError(f"'{param}' {message[:1].lower()}{message[1:]}", param=param, code=code)
+
+
+class Planner:
+    """Makes plans; its methods may be called from several threads."""
+
+    def __init__(
+        self,
+        config: Config,
+        info: ModelInfo,
+        tokenizer: TextTokenizer,
+        template: ChatTemplate,
+        grammars: GrammarCompiler,
+    ) -> None:
+        self._server = config.server
+        self._capacity = config.scheduler.max_queue + config.scheduler.max_num_seqs
+        self._default_timeout = config.scheduler.request_timeout
+        self._info = info
+        self._tokenizer = tokenizer
+        self._template = template
+        self._grammars = grammars
+
+    # ---- bodies
+
+    def completion(self, data: bytes) -> Plan:
+        """Plan of a /v1/completions body."""
+        body = parse_body(data, CompletionBody)
+        self.check_model(body.model)
+        self._check_bound("logprobs", body.logprobs, self._server.max_logprobs)
+        echo = bool(body.echo)
+        best_of = body.best_of or body.n or 1
+        self._check_bound("best_of", best_of, self._server.max_n)
+        if best_of < (body.n or 1):
+            raise RequestError(f"best_of ({best_of}) must not be less than n ({body.n})", param="best_of")
+        if body.stream and best_of > (body.n or 1):
+            raise RequestError("best_of larger than n cannot be streamed", param="best_of")
+        add_special = body.add_special_tokens is not False
+        given = self._split_prompts(body.prompt)
+        wanted = body.max_tokens or DEFAULT_COMPLETION_TOKENS
+        prompts = [self._prompt(p, "prompt", wanted, echo, add_special, body.skip_special_tokens) for p in given]
+        shown = max(body.prompt_logprobs or 0, body.logprobs or 0) if echo and body.logprobs is not None else None
+        params = self._params(
+            body,
+            logprobs=body.logprobs if best_of == (body.n or 1) else body.logprobs or 0,
+            prompt_logprobs=body.prompt_logprobs if shown is None else shown,
+            max_tokens=wanted,
+        )
+        return self._plan(body, prompts, params, best_of=best_of, echo=echo, logprobs=body.logprobs, chat=False)
+
+    def chat(self, data: bytes) -> Plan:
+        """Plan of a /v1/chat/completions body."""
+        body = parse_body(data, ChatBody)
+        self.check_model(body.model)
+        self._check_bound("top_logprobs", body.top_logprobs, self._server.max_logprobs)
+        if body.top_logprobs is not None and not body.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
+            raise RequestError("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
+        wanted = body.max_completion_tokens or body.max_tokens or self._info.max_model_len
+        ids = self.chat_ids(body)
+        prompts = [self._prompt(ids, "messages", wanted, False, False, None)]
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        params = self._params(body, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs, max_tokens=wanted)
+        return self._plan(body, prompts, params, best_of=body.n or 1, echo=False, logprobs=logprobs, chat=True)
+
+    def tokenize(self, data: bytes) -> dict[str, Any]:
+        """Answer of a /tokenize body."""
+        body = parse_body(data, TokenizeBody)
+        self.check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("give either prompt or messages", param="prompt")
+        if body.prompt is not None:
+            ids = self._tokenizer.encode(body.prompt, body.add_special_tokens is not False)
+        else:
+            ids = self.chat_ids(body)
+        answer = {"count": len(ids), "max_model_len": self._info.max_model_len, "tokens": ids.tolist()}
+        if body.return_token_strs:
+            answer["token_strs"] = [self._tokenizer.token_name(i) for i in ids]
+        return answer
+
+    def detokenize(self, data: bytes) -> dict[str, Any]:
+        """Answer of a /detokenize body."""
+        body = parse_body(data, DetokenizeBody)
+        self.check_model(body.model)
+        self._check_ids("tokens", body.tokens)
+        return {"prompt": self._tokenizer.decode(body.tokens, bool(body.skip_special_tokens))}
+
+    def check_model(self, name: str | None) -> None:
+        """Refuse a model that is not the one served."""
+        if name is not None and name != self._info.name:
+            raise RequestError(
+                f"the model '{name[:200]}' does not exist here; this server has '{self._info.name}'",
+                param="model",
+                status=404,
+                code="model_not_found",
+            )
+
+    # ---- prompts
+
+    def chat_ids(self, body: ChatBody | TokenizeBody) -> array[int]:
+        """Ids of a chat. The template writes the special tokens, so the tokenizer adds none unless it is told to."""
+        final = bool(body.continue_final_message)
+        generation = body.add_generation_prompt if body.add_generation_prompt is not None else not final
+        if final and generation:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt exclude each other", param="continue_final_message"
+            )
+        assert body.messages is not None
+        text = self._template.render(
+            [_template_message(m, i) for i, m in enumerate(body.messages)],
+            add_generation_prompt=generation,
+            continue_final_message=final,
+            extra=body.chat_template_kwargs or {},
+        )
+        self._check_text_length(text, "messages")
+        ids = self._tokenizer.encode(text, bool(body.add_special_tokens))
+        if len(ids) > 1 and ids[0] == ids[1] == self._tokenizer.bos_id:
+            return ids[1:]  # both the template and the tokenizer wrote BOS
+        return ids
+
+    def _split_prompts(self, prompt: Any) -> list[str | list[int]]:
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return [prompt]
+        self._check_bound("prompt", len(prompt), self._server.max_prompts, what="number of prompts")
+        return list(prompt)
+
+    def _prompt(
+        self,
+        prompt: str | list[int] | array[int],
+        field: str,
+        wanted: int,
+        echo: bool,
+        add_special: bool,
+        skip_special: bool | None,
+    ) -> Prompt:
+        if isinstance(prompt, str):
+            self._check_text_length(prompt, field)
+            ids = self._tokenizer.encode(prompt, add_special)
+        elif isinstance(prompt, list):
+            self._check_ids(field, prompt)
+            ids = array("i", prompt)
+        else:
+            ids = prompt
+        if not ids:
+            raise RequestError("the prompt is empty; give at least one token", param=field)
+        room = min(self._info.max_model_len, self._info.max_request_tokens) - len(ids)
+        if room < 1:
+            raise self._too_long(f"{len(ids)}", field)
+        text = ""
+        if echo:
+            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(ids, skip_special is not False)
+        return Prompt(ids, text, min(wanted, room))
+
+    def _check_text_length(self, text: str, field: str) -> None:
+        """Refuse a text that must be too long before it costs seconds of tokenizing."""
+        least = self._tokenizer.least_tokens(text)
+        if least >= min(self._info.max_model_len, self._info.max_request_tokens):
+            raise self._too_long(f"at least {least}", field)
+
+    def _too_long(self, length: str, field: str) -> RequestError:
+        if self._info.max_model_len <= self._info.max_request_tokens:
+            limit = f"the model's context is {self._info.max_model_len} tokens"
+        else:
+            limit = f"this server's KV pool holds {self._info.max_request_tokens} tokens (see --kv-memory, --num-pages)"
+        return RequestError(
+            f"the prompt has {length} tokens, but {limit}, of which at least one is for the answer; shorten the prompt",
+            param=field,
+            code="context_length",
+        )
+
+    def _check_ids(self, field: str, ids: list[int]) -> None:
+        if ids and not 0 <= min(ids) <= max(ids) < self._info.vocab_size:
+            bad = min(ids) if min(ids) < 0 else max(ids)
+            raise RequestError(
+                f"{field} has the token id {bad}; ids go from 0 to {self._info.vocab_size - 1}", param=field
+            )
+
+    def _check_bound(self, field: str, value: int | None, most: int, what: str | None = None) -> None:
+        if value is not None and value > most:
+            raise RequestError(f"{what or field} is {value}; at most {most} is allowed", param=field)
+
+    # ---- parameters
+
+    def _params(
+        self, body: Generate, *, logprobs: int | None, prompt_logprobs: int | None, max_tokens: int
+    ) -> SamplingParams:
+        self._check_bound("prompt_logprobs", body.prompt_logprobs, self._server.max_logprobs)
+        if (body.min_tokens or 0) > max_tokens:
+            raise RequestError(
+                f"min_tokens ({body.min_tokens}) is larger than max_tokens ({max_tokens})", param="min_tokens"
+            )
+        biases: Mapping[int, float] = body.logit_bias or {}
+        self._check_ids("logit_bias", list(biases))
+        self._check_ids("stop_token_ids", body.stop_token_ids or [])
+        defaults = self._info.generation_defaults
+        temperature = float(_first(body.temperature, defaults.get("temperature"), 1.0))
+        return SamplingParams(
+            max_tokens=max_tokens,
+            temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+            top_k=max(0, int(_first(body.top_k, defaults.get("top_k"), 0))),
+            top_p=float(_first(body.top_p, defaults.get("top_p"), 1.0)),
+            min_p=float(_first(body.min_p, defaults.get("min_p"), 0.0)),
+            seed=body.seed if body.seed is not None else secrets.randbits(63),
+            stop_token_ids=tuple(body.stop_token_ids or ()),
+            ignore_eos=bool(body.ignore_eos),
+            min_tokens=body.min_tokens or 0,
+            presence_penalty=body.presence_penalty or 0.0,
+            frequency_penalty=body.frequency_penalty or 0.0,
+            repetition_penalty=float(_first(body.repetition_penalty, defaults.get("repetition_penalty"), 1.0)),
+            logit_bias=tuple(sorted(biases.items())),
+            logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
+            grammar=self._grammars.compile(body),
+        )
+
+    def _plan(
+        self,
+        body: Generate,
+        prompts: list[Prompt],
+        params: SamplingParams,
+        *,
+        best_of: int,
+        echo: bool,
+        logprobs: int | None,
+        chat: bool,
+    ) -> Plan:
+        self._check_bound("n", body.n, self._server.max_n)
+        if best_of * len(prompts) > self._capacity:
+            raise RequestError(
+                f"this asks for {best_of * len(prompts)} sequences; this server queues at most {self._capacity}",
+                param="n",
+            )
+        options = body.stream_options
+        if options is not None and not body.stream:
+            raise RequestError("stream_options needs stream to be true", param="stream_options")
+        timeouts = [t for t in (body.timeout, self._default_timeout) if t is not None]
+        return Plan(
+            chat=chat,
+            model=self._info.name,
+            prompts=prompts,
+            params=params,
+            n=body.n or 1,
+            best_of=best_of,
+            stream=bool(body.stream),
+            include_usage=bool(options and options.include_usage),
+            continuous_usage=bool(options and options.include_usage and options.continuous_usage_stats),
+            echo=echo,
+            logprobs=logprobs,
+            prompt_logprobs=body.prompt_logprobs,
+            stops=StopStrings(body.stop) if body.stop else None,
+            include_stop=bool(body.include_stop_str_in_output),
+            skip_special=body.skip_special_tokens is not False,
+            timeout=min(timeouts, default=None),
+            priority=body.priority or 0,
+            cache_salt=body.cache_salt or "",
+        )
+
+
+def _first(*values: Any) -> Any:
+    """The first value that is not None."""
+    return next(v for v in values if v is not None)
+
+
+def _template_message(message: Message, index: int) -> dict[str, Any]:
+    """A message as chat templates want it: arguments of tool calls as objects, no content as "" ."""
+    role = "system" if message.role == "developer" else message.role
+    result: dict[str, Any] = {"role": role, "content": message.content or ""}
+    if message.name is not None:
+        result["name"] = message.name
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        calls = []
+        for number, call in enumerate(message.tool_calls):
+            try:
+                arguments = orjson.loads(call.function.arguments)
+            except orjson.JSONDecodeError:
+                raise RequestError(
+                    "arguments of a tool call must be JSON",
+                    param=f"messages[{index}].tool_calls[{number}].function.arguments",
+                ) from None
+            function = {"name": call.function.name, "arguments": arguments}
+            calls.append({"id": call.id, "type": "function", "function": function})
+        result["tool_calls"] = calls
+    return result

@@ -1,0 +1,120 @@
+"""ASGI responses that wait for a generation, and notice when their client leaves."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import orjson
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from spmd_serve.errors import OverloadedError, RequestError
+from spmd_serve.frontend.answers import error_body, whole_answer
+from spmd_serve.frontend.dispatcher import Dispatcher
+from spmd_serve.frontend.generation import Generation
+from spmd_serve.frontend.streaming import EventStream
+from spmd_serve.frontend.tokenizer import TextTokenizer
+
+_EVENT_STREAM_START = {
+    "type": "http.response.start",
+    "status": 200,
+    "headers": [
+        (b"content-type", b"text/event-stream; charset=utf-8"),
+        (b"cache-control", b"no-cache"),
+        (b"x-accel-buffering", b"no"),
+    ],
+}
+
+
+class JsonResponse(Response):
+    """JSON by orjson."""
+
+    media_type = "application/json"
+
+    def render(self, content: Any) -> bytes:
+        return orjson.dumps(content)
+
+
+def error_response(error: RequestError) -> JsonResponse:
+    """OpenAI's error body with the error's status."""
+    headers = {}
+    if isinstance(error, OverloadedError):
+        headers["retry-after"] = str(error.retry_after)
+    elif error.status == 503:
+        headers["retry-after"] = "1"
+    if error.status == 401:
+        headers["www-authenticate"] = "Bearer"
+    return JsonResponse(error_body(error), status_code=error.status, headers=headers)
+
+
+class GenerationResponse(Response):
+    """The answer of one generation, whole or as a stream. However it ends, what still runs is aborted."""
+
+    def __init__(
+        self, generation: Generation, dispatcher: Dispatcher, tokenizer: TextTokenizer, identity: dict[str, Any]
+    ) -> None:
+        self._generation = generation
+        self._dispatcher = dispatcher
+        self._tokenizer = tokenizer
+        self._identity = identity
+        self.background = None
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._watched(receive):
+            if self._generation.plan.stream:
+                await self._stream(send)
+            else:
+                await self._whole(scope, receive, send)
+
+    @asynccontextmanager
+    async def _watched(self, receive: Receive) -> AsyncIterator[None]:
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
+            yield
+        finally:
+            watcher.cancel()
+            self._dispatcher.release(self._generation)
+
+    async def _watch(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._generation.client_left = True
+        self._dispatcher.release(self._generation)
+        self._generation.wake()
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        generation = self._generation
+        while not generation.over:
+            await generation.wait()
+        if generation.error is not None:
+            await error_response(generation.error)(scope, receive, send)
+        elif not generation.client_left:
+            answer = whole_answer(generation, self._identity, self._tokenizer)
+            await JsonResponse(answer)(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        """The head is sent with the first event, so that what fails before it still gets a status of its own."""
+        generation = self._generation
+        stream = EventStream(generation, self._identity, self._tokenizer)
+        started = False
+        while not generation.client_left:
+            data = stream.take()
+            over = generation.over and not generation.ready
+            if over:
+                if generation.error is not None and not started and not data:
+                    raise generation.error
+                data += stream.end()
+            if data:
+                generation.sending_since = time.monotonic()
+                if not started:
+                    await send(_EVENT_STREAM_START)
+                    started = True
+                await send({"type": "http.response.body", "body": data, "more_body": not over})
+                generation.sending_since = None
+            if over:
+                return
+            await generation.wait()

@@ -1,0 +1,353 @@
+"""The bodies of requests: which fields exist, their types and bounds. Anything else is refused, never ignored.
+
+Fields marked "extension" are not OpenAI's; they have the names and meaning that vLLM gives them. A JSON null is the same
+as leaving the field out. OpenAI fields that are known and refused stand in `refused_fields` of each body, with the
+reason that the client gets; the README's capability table is made from these classes.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic_core import PydanticCustomError
+
+MAX_STOPS = 16
+MAX_STOP_LENGTH = 1024  # characters
+MAX_STOP_TOKENS = 256
+MAX_BIASES = 1024
+MAX_SEED = 2**63 - 1
+MAX_TOKEN_ID = 2**31 - 1
+EXTENSION: dict[str, Any] = {"x-extension": True}
+
+TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
+
+
+def _extension(default: Any = None, **bounds: Any) -> Any:
+    return Field(default, json_schema_extra=EXTENSION, **bounds)
+
+
+def wrong(message: str) -> PydanticCustomError:
+    """A validation error with this text. (Braces would be taken for a format.)"""
+    return PydanticCustomError("value", "{text}", {"text": message})
+
+
+# ---- values with a check of their own -----------------------------------------------------------------------------
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(i) is int for i in value)
+
+
+def _check_prompt(value: Any) -> Any:
+    """Text, ids, or a list of one of them. One pass, because the list may hold a million ids."""
+    if isinstance(value, str) or _is_ids(value):
+        return value
+    if value == [] or value is None:
+        raise wrong("there is no prompt in it; give text or token ids")
+    if isinstance(value, list) and (all(isinstance(p, str) for p in value) or all(_is_ids(p) for p in value)):
+        return value
+    raise wrong("must be text, a list of texts, a list of token ids, or a list of (non-empty) lists of token ids")
+
+
+def _check_stop(value: Any) -> Any:
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list) or not all(isinstance(s, str) for s in stops):
+        raise wrong("must be a string or a list of strings")
+    if len(stops) > MAX_STOPS:
+        raise wrong(f"has {len(stops)} strings; at most {MAX_STOPS} are allowed")
+    if any(not s or len(s) > MAX_STOP_LENGTH for s in stops):
+        raise wrong(f"each string must have 1 to {MAX_STOP_LENGTH} characters")
+    return stops
+
+
+def _check_bias(value: Any) -> Any:
+    """Keys are token ids, written as strings in JSON; values from -100 to 100."""
+    if not isinstance(value, dict) or len(value) > MAX_BIASES:
+        raise wrong(f"must be an object of at most {MAX_BIASES} token ids with their biases")
+    biases = {}
+    for key, bias in value.items():
+        if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
+            raise wrong(f"'{str(key)[:40]}' is not a token id")
+        if type(bias) not in (int, float) or not -100 <= bias <= 100:
+            raise wrong(f"the bias of token {key} must be a number from -100 to 100")
+        biases[int(key)] = float(bias)
+    return biases
+
+
+_TEXTS_SCHEMA = {"type": "array", "items": {"type": "string", "minLength": 1}, "minItems": 1}
+_IDS_SCHEMA = {"type": "array", "items": {"type": "integer", "minimum": 0}, "minItems": 1}
+Prompt = Annotated[
+    Any,
+    BeforeValidator(_check_prompt),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string", "minLength": 1},
+                _TEXTS_SCHEMA,
+                _IDS_SCHEMA,
+                {"type": "array", "items": _IDS_SCHEMA, "minItems": 1},
+            ]
+        }
+    ),
+]
+_STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
+Stop = Annotated[
+    Any,
+    BeforeValidator(lambda value: None if value is None else _check_stop(value)),
+    WithJsonSchema(
+        {"anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOPS}, {"type": "null"}]}
+    ),
+]
+LogitBias = Annotated[
+    Any,
+    BeforeValidator(lambda value: None if value is None else _check_bias(value)),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
+                {"type": "null"},
+            ]
+        }
+    ),
+]
+
+
+# ---- parts --------------------------------------------------------------------------------------------------------
+
+
+class Body(BaseModel):
+    """Strict: a number in quotes is not a number, and an unknown field is an error."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
+
+    refused_fields: ClassVar[dict[str, str]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _drop_refused_nulls(cls, value: Any) -> Any:
+        """A refused field that is null asks for nothing."""
+        if not isinstance(value, dict):
+            return value
+        for name, reason in cls.refused_fields.items():
+            if value.get(name) is not None:
+                raise PydanticCustomError("refused", "{text}", {"text": f"is not supported: {reason}", "name": name})
+        return {k: v for k, v in value.items() if k not in cls.refused_fields}
+
+
+class StreamOptions(Body):
+    """When usage is sent in a stream."""
+
+    refused_fields = {"include_obfuscation": "streams are not padded"}
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = _extension()
+
+
+class JsonSchemaFormat(Body):
+    """OpenAI's wrapper of a JSON schema."""
+
+    name: str = Field(max_length=256)
+    schema_: dict[str, Any] = Field(alias="schema")
+    description: str | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(Body):
+    """`json_schema` is needed with the type of that name."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
+
+
+class StructuredOutputs(Body):
+    """vLLM's form; exactly one field."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    regex: str | None = None
+    choice: list[str] | None = Field(None, min_length=1, max_length=1024)
+    grammar: str | None = None
+    json_object: bool | None = None
+
+
+# ---- what completions and chat share ------------------------------------------------------------------------------
+
+
+class Generate(Body):
+    """Sampling, limits and shape of the answer."""
+
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    n: int | None = Field(None, ge=1)
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    stop: Stop = None
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: LogitBias = None
+    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    user: str | None = Field(None, max_length=4096)
+    response_format: ResponseFormat | None = None
+
+    top_k: int | None = _extension(ge=-1, le=MAX_TOKEN_ID)
+    min_p: float | None = _extension(ge=0, le=1)
+    repetition_penalty: float | None = _extension(gt=0, le=100)
+    min_tokens: int | None = _extension(ge=0)
+    stop_token_ids: list[TokenId] | None = _extension(max_length=MAX_STOP_TOKENS)
+    ignore_eos: bool | None = _extension()
+    include_stop_str_in_output: bool | None = _extension()
+    skip_special_tokens: bool | None = _extension()
+    add_special_tokens: bool | None = _extension()
+    prompt_logprobs: int | None = _extension(ge=0)
+    structured_outputs: StructuredOutputs | None = _extension()
+    guided_json: dict[str, Any] | str | None = _extension()
+    guided_regex: str | None = _extension()
+    guided_choice: list[str] | None = _extension(min_length=1, max_length=1024)
+    guided_grammar: str | None = _extension()
+    priority: int | None = _extension(ge=-(2**31), lt=2**31)
+    cache_salt: str | None = _extension(max_length=256)
+    timeout: float | None = _extension(gt=0, le=86400)
+
+
+class CompletionBody(Generate):
+    """POST /v1/completions."""
+
+    refused_fields = {"suffix": "this server does not fill in the middle"}
+
+    prompt: Prompt
+    best_of: int | None = Field(None, ge=1)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0)
+
+
+_NO_TOOLS = "this server does not call tools; tool messages in the history are allowed"
+_NO_STORE = "this server stores nothing"
+_TEXT_ONLY = "this server reads and writes text only"
+
+
+class ToolCallFunction(Body):
+    """A call that the assistant made: `arguments` is JSON in a string."""
+
+    name: str
+    arguments: str
+
+
+class ToolCall(Body):
+    """One tool call in the history."""
+
+    id: str
+    type: Literal["function"] = "function"
+    function: ToolCallFunction
+
+
+def _check_content(value: Any) -> Any:
+    """Text, or a list of text parts, which are joined by line breaks."""
+    if value is None or isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise wrong("must be text or a list of text parts")
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise wrong(f"part {index} has the type '{str(kind)[:40]}'; {_TEXT_ONLY}")
+        text = part.get("text")
+        unknown = sorted(part.keys() - {"type", "text"})
+        if not isinstance(text, str) or unknown:
+            raise wrong(f"part {index} must have a text" + (f" and no '{unknown[0][:40]}'" if unknown else ""))
+        texts.append(text)
+    return "\n".join(texts)
+
+
+_PART_SCHEMA = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+Content = Annotated[
+    Any,
+    BeforeValidator(_check_content),
+    WithJsonSchema({"anyOf": [{"type": "string"}, {"type": "array", "items": _PART_SCHEMA}, {"type": "null"}]}),
+]
+
+
+class Message(Body):
+    """One message of a chat."""
+
+    refused_fields = {"audio": _TEXT_ONLY, "refusal": "refusals are not modelled", "function_call": "use tool_calls"}
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content = None
+    name: str | None = Field(None, max_length=256)
+    tool_calls: list[ToolCall] | None = Field(None, max_length=128)
+    tool_call_id: str | None = Field(None, max_length=256)
+
+    @model_validator(mode="after")
+    def _has_content(self) -> Message:
+        if self.content is None and not (self.role == "assistant" and self.tool_calls):
+            raise PydanticCustomError("refused", "{text}", {"text": "is missing", "name": "content"})
+        return self
+
+
+class ChatFields(Body):
+    """What makes a prompt of a chat; /tokenize takes it too."""
+
+    messages: list[Message] = Field(min_length=1, max_length=8192)
+    add_generation_prompt: bool | None = _extension()
+    continue_final_message: bool | None = _extension()
+    chat_template_kwargs: dict[str, Any] | None = _extension()
+
+
+class ChatBody(Generate, ChatFields):
+    """POST /v1/chat/completions."""
+
+    refused_fields = {
+        "tools": _NO_TOOLS,
+        "tool_choice": _NO_TOOLS,
+        "parallel_tool_calls": _NO_TOOLS,
+        "functions": _NO_TOOLS,
+        "function_call": _NO_TOOLS,
+        "audio": _TEXT_ONLY,
+        "modalities": _TEXT_ONLY,
+        "prediction": "predicted outputs are not used",
+        "web_search_options": "this server does not search the web",
+        "reasoning_effort": "set it in chat_template_kwargs, if the model's template knows it",
+        "verbosity": "set it in chat_template_kwargs, if the model's template knows it",
+        "store": _NO_STORE,
+        "metadata": _NO_STORE,
+        "service_tier": "there is one tier; see priority",
+        "prompt_cache_key": "prefixes are found by their tokens; see cache_salt",
+        "prompt_cache_retention": "prefixes are kept while there is room",
+        "safety_identifier": "use user",
+        "moderation": "this server does not moderate",
+        "documents": "put them into messages or chat_template_kwargs",
+        "chat_template": "templates come from the server's operator (--chat-template)",
+    }
+
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0)
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: `prompt`, or `messages` with the fields of a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[Message] | None = Field(None, min_length=1, max_length=8192)
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[TokenId]
+    skip_special_tokens: bool | None = None

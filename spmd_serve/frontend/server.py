@@ -1,0 +1,169 @@
+"""Rank 0's frontend: a thread of this process, or child processes on one port."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+import msgspec
+import zmq
+
+from spmd_serve.config import Config
+from spmd_serve.errors import FrontendError
+from spmd_serve.frontend.http_server import HttpThread, bind
+from spmd_serve.frontend.link import CoreLink, FrontLink, LinkAddress
+from spmd_serve.frontend.metrics import MULTIPROCESS_VARIABLE
+from spmd_serve.types import ModelInfo
+
+START_TIMEOUT = 60.0  # seconds for child processes to load the tokenizer and listen
+
+
+class ChildSettings(msgspec.Struct):
+    """What a child process is told on its standard input."""
+
+    config: Config
+    info: ModelInfo
+    address: LinkAddress
+    index: int
+    listener: int  # file descriptor
+    parent: int  # process id
+
+
+class Frontend:
+    """What the step loop's side holds.
+
+    Attributes:
+        link: requests and outputs.
+        url: where HTTP is served.
+    """
+
+    def __init__(self, link: CoreLink, url: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+        self.link = link
+        self.url = url
+        self._context = context
+
+    def stop(self, timeout_s: float) -> None:
+        """Let open responses end for at most `timeout_s`, then close the server and the link."""
+        if self._stop_serving(timeout_s):
+            self.link.close()
+            self._context.term()
+
+    def _stop_serving(self, timeout_s: float) -> bool:
+        """False when the frontend still holds sockets of the context, which then must not be waited for."""
+        raise NotImplementedError
+
+
+class ThreadFrontend(Frontend):
+    """HTTP in a thread of this process, over inproc sockets."""
+
+    def __init__(self, config: Config, info: ModelInfo) -> None:
+        (listener,) = bind(config.server.host, config.server.port, 1)
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        address = LinkAddress("inproc://inbox", ("inproc://outbox.0",))
+        link = CoreLink(address, context)
+        super().__init__(link, url_of(listener), context)
+        self._thread = HttpThread(config, info, FrontLink(address, 0, context), listener, link.fail)
+        self._thread.start()
+        link.await_frontends(START_TIMEOUT, lambda: None)
+
+    def _stop_serving(self, timeout_s: float) -> bool:
+        return self._thread.stop(timeout_s)
+
+
+class ProcessFrontend(Frontend):
+    """HTTP in `count` child processes, over ipc sockets in a private folder. A child that dies ends the job."""
+
+    def __init__(self, config: Config, info: ModelInfo, count: int) -> None:
+        listeners = bind(config.server.host, config.server.port, count)
+        self._folder = Path(tempfile.mkdtemp(prefix="spmd_serve-"))  # mode 0700: the sockets are ours alone
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        address = LinkAddress(
+            f"ipc://{self._folder}/inbox", tuple(f"ipc://{self._folder}/outbox.{i}" for i in range(count))
+        )
+        link = CoreLink(address, context)
+        super().__init__(link, url_of(listeners[0]), context)
+        self._stopping = False
+        self._children = [
+            self._spawn(ChildSettings(config, info, address, index, listener.fileno(), os.getpid()))
+            for index, listener in enumerate(listeners)
+        ]
+        for listener in listeners:
+            listener.close()
+        try:
+            link.await_frontends(START_TIMEOUT, self._check_children)
+        except FrontendError:
+            self.stop(0)
+            raise
+        threading.Thread(target=self._watch_children, name="frontend-watch", daemon=True).start()
+
+    def _spawn(self, settings: ChildSettings) -> subprocess.Popen[bytes]:
+        environment = os.environ | {MULTIPROCESS_VARIABLE: str(self._folder)}
+        child = subprocess.Popen(
+            [sys.executable, "-m", "spmd_serve.frontend.child"],
+            stdin=subprocess.PIPE,
+            pass_fds=[settings.listener],
+            env=environment,
+        )
+        assert child.stdin is not None
+        child.stdin.write(msgspec.json.encode(settings) + b"\n")
+        child.stdin.flush()  # it stays open: its end tells the child that this process is gone
+        return child
+
+    def _check_children(self) -> None:
+        for index, child in enumerate(self._children):
+            code = child.poll()
+            if code is not None:
+                raise FrontendError(f"HTTP frontend process {index} ended with code {code}; see the log above")
+
+    def _watch_children(self) -> None:
+        while not self._stopping:
+            try:
+                self._check_children()
+            except FrontendError as error:
+                if not self._stopping:
+                    self.link.fail(str(error))
+                return
+            time.sleep(0.2)
+
+    def _stop_serving(self, timeout_s: float) -> bool:
+        self._stopping = True
+        for child in self._children:
+            assert child.stdin is not None
+            child.stdin.close()
+        deadline = time.monotonic() + timeout_s + 5
+        for child in self._children:
+            try:
+                child.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                child.kill()
+                child.wait()
+        shutil.rmtree(self._folder, ignore_errors=True)
+        return True
+
+
+def url_of(listener: socket.socket) -> str:
+    """The URL of a listening socket; an unspecified address is shown as this host."""
+    host, port = listener.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = socket.gethostname()
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def start_frontend(config: Config, info: ModelInfo) -> Frontend:
+    """Start what --frontend asks for. It listens at once and answers 503 until the link's state is READY.
+
+    Raises:
+        FrontendError: the port is in use, or the frontend did not start.
+        ModelError: tokenizer or chat template cannot be used.
+    """
+    kind, _, count = config.server.frontend.partition(":")
+    if kind == "thread":
+        return ThreadFrontend(config, info)
+    return ProcessFrontend(config, info, int(count or 1))

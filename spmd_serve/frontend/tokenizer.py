@@ -1,0 +1,170 @@
+"""The model's tokenizer: text to ids and ids to text, from a local folder, without transformers and torch.
+
+`tokenizers.Tokenizer` is used as it is. Encoding goes through `encode_batch_fast`, which releases the GIL (`encode`
+holds it), so that a tokenizer thread with a long text does not stop the event loop.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from array import array
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from tokenizers import AddedToken, Tokenizer
+
+from spmd_serve.errors import ModelError
+from spmd_serve.frontend.detokenizer import (
+    ByteStream,
+    ByteTable,
+    Detokenizer,
+    TextStream,
+    byte_fallback_bytes,
+    byte_level_alphabet,
+    byte_level_bytes,
+)
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; {} when there is no such file.
+
+    Raises:
+        ModelError: the file is not a JSON object.
+    """
+    if not path.is_file():
+        return {}
+    try:
+        value = json.loads(path.read_text())
+    except ValueError as error:
+        raise ModelError(f"{path} is not valid JSON ({error}); fetch the model again") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path} is not a JSON object; fetch the model again")
+    return value
+
+
+def token_content(value: Any) -> str | None:
+    """The text of a token as tokenizer_config.json writes it: a string or an AddedToken object."""
+    if isinstance(value, dict):
+        value = value.get("content")
+    return value if isinstance(value, str) else None
+
+
+class TextTokenizer:
+    """One tokenizer; all methods may be called from several threads.
+
+    Args:
+        folder: has tokenizer.json and, usually, tokenizer_config.json.
+        vocab_size: of the model; ids from the tokenizer's size up to it stand for no text.
+
+    Raises:
+        ModelError: no tokenizer.json, or one that cannot be read.
+    """
+
+    def __init__(self, folder: Path, vocab_size: int) -> None:
+        path = folder / "tokenizer.json"
+        if not path.is_file():
+            raise ModelError(f"{folder} has no tokenizer.json; give a folder that has one with --tokenizer")
+        try:
+            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
+        except Exception as error:  # tokenizers raises bare Exception
+            raise ModelError(f"{path} cannot be read: {error}") from None
+        self.config = read_json(folder / "tokenizer_config.json")
+        self._tokenizer.no_truncation()
+        self._tokenizer.no_padding()
+        self._add_missing_tokens()
+        self.vocab_size = vocab_size
+        self.special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
+        self.special_tokens = {
+            name: text
+            for name, value in (read_json(folder / "special_tokens_map.json") | self.config).items()
+            if name.endswith("_token") and (text := token_content(value)) is not None
+        }
+        self.bos_id = self.token_id(self.special_tokens.get("bos_token"))
+        self._shown = self._make_table()
+        self._hidden = self._without_special(self._shown)
+        self.max_token_bytes = max((len(data) for data in self._shown.data), default=1) if self._shown else None
+
+    def _add_missing_tokens(self) -> None:
+        """Tokens that only tokenizer_config.json knows are added, as transformers does."""
+        known = self._tokenizer.get_added_tokens_decoder()
+        entries = self.config.get("added_tokens_decoder") or {}
+        missing = [(int(i), entry) for i, entry in entries.items() if int(i) not in known]
+        for _, entry in sorted(missing, key=lambda pair: pair[0]):
+            flags = {k: entry[k] for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
+            token = AddedToken(entry["content"], **flags)
+            (self._tokenizer.add_special_tokens if flags.get("special") else self._tokenizer.add_tokens)([token])
+
+    def _make_table(self) -> ByteTable | None:
+        """Bytes of every id, or None for a decoder that is not the concatenation of its tokens' bytes."""
+        decoder = json.loads(self._tokenizer.to_str())["decoder"]
+        kinds = [d["type"] for d in decoder["decoders"]] if decoder and decoder["type"] == "Sequence" else []
+        kind = decoder["type"] if decoder and not kinds else None
+        size = max(self.vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=True))
+        tokens = [self._tokenizer.id_to_token(i) or "" for i in range(size)]
+        if kind == "ByteLevel" or kinds == ["ByteLevel"]:
+            alphabet = byte_level_alphabet()
+            return ByteTable([byte_level_bytes(token, alphabet) for token in tokens])
+        if "ByteFallback" in kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
+            return ByteTable([byte_fallback_bytes(token) for token in tokens])
+        return None
+
+    def _without_special(self, table: ByteTable | None) -> ByteTable | None:
+        if table is None:
+            return None
+        return ByteTable([b"" if i in self.special_ids else data for i, data in enumerate(table.data)])
+
+    # ---- text to ids
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:
+        """Ids of one text as int32. Special tokens are those that the tokenizer adds by default, such as BOS."""
+        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        return array("i", encoding.ids)
+
+    def least_tokens(self, text: str) -> int:
+        """A lower bound of the number of tokens, without encoding: no token is longer than the longest one."""
+        if self.max_token_bytes is None:
+            return 0
+        return len(text) // max(1, self.max_token_bytes)
+
+    def token_id(self, token: str | None) -> int | None:
+        """Id of a token by its exact name."""
+        if token is None:
+            return None
+        found: int | None = self._tokenizer.token_to_id(token)
+        return found
+
+    # ---- ids to text
+
+    def stream(self, skip_special_tokens: bool = True) -> Detokenizer:
+        """A detokenizer for one sequence."""
+        table = self._hidden if skip_special_tokens else self._shown
+        if table is None:
+            return TextStream(self._tokenizer, skip_special_tokens)
+        return ByteStream(table)
+
+    def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
+        """The whole text of some ids, as a stream of them gives it."""
+        stream = self.stream(skip_special_tokens)
+        return "".join([stream.step(i) for i in ids]) + stream.flush()
+
+    def token_bytes(self, token: int) -> bytes:
+        """What one id stands for by itself, special tokens included."""
+        if self._shown is not None:
+            return self._shown.data[token]
+        text: str = self._tokenizer.decode([token], skip_special_tokens=False)
+        return text.encode()
+
+    def token_name(self, token: int) -> str:
+        """The id's text, or `bytes:\\xNN...` (OpenAI's notation) when its bytes are not whole characters."""
+        data = self.token_bytes(token)
+        try:
+            return data.decode()
+        except UnicodeDecodeError:
+            return "bytes:" + re.sub("..", r"\\x\g<0>", data.hex())
+
+    def json(self) -> str:
+        """The tokenizer as tokenizer.json, for libraries that read it (llguidance)."""
+        text: str = self._tokenizer.to_str()
+        return text
