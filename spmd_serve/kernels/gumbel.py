@@ -53,6 +53,10 @@ def gumbel_argmax(
         values [B] float32: logit / temperature + G, or the logit itself in a greedy row; -inf where V is 0.
         indices [B] int64: in the whole vocabulary. The best pair over shards is the best over the vocabulary.
     """
+    if logits.is_cuda:
+        from spmd_serve.kernels.gpu import gumbel as gpu
+
+        return gpu.gumbel_argmax(logits, temperature, seeds, positions, vocab_offset)
     return gumbel_argmax_cpu(logits, temperature, seeds, positions, vocab_offset)
 
 

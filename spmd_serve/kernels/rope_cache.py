@@ -1,0 +1,77 @@
+"""QK-norm, rotary embedding and the write into the paged KV cache, from the fused QKV projection, in one pass."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from spmd_serve.kernels.norm import rms_norm_torch
+
+
+def rope_and_cache(
+    qkv: Tensor,
+    positions: Tensor,
+    locations: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    *,
+    rope_table: Tensor | None,
+    q_scale: Tensor | None = None,
+    k_scale: Tensor | None = None,
+    eps: float = 1e-6,
+) -> Tensor:
+    """Queries out, keys and values into the cache.
+
+    Args:
+        qkv: [tokens, (q_heads + 2 * kv_heads) * head_dim], contiguous; query heads, then keys, then values.
+        positions: int64 [tokens], index into rope_table.
+        locations: int64 [tokens], page * page_size + offset; -1 writes nowhere (a padding row).
+        k_cache, v_cache: [pages, page_size, kv_heads, head_dim], contiguous.
+        rope_table: float32 [max_len, 2, d / 2], cos then sin; the first d features of a head are rotated (half-split
+            pairs). None: no rotation.
+        q_scale, k_scale: [head_dim], RMSNorm of each head before the rotation; None: no norm.
+
+    Returns:
+        q: [tokens, q_heads, head_dim], contiguous.
+    """
+    arguments = (qkv, positions, locations, k_cache, v_cache, rope_table, q_scale, k_scale, eps)
+    if qkv.is_cuda:
+        from spmd_serve.kernels.gpu import rope_cache as gpu
+
+        return gpu.rope_and_cache(*arguments)
+    return rope_and_cache_torch(*arguments)
+
+
+def rope_and_cache_torch(
+    qkv: Tensor,
+    positions: Tensor,
+    locations: Tensor,
+    k_cache: Tensor,
+    v_cache: Tensor,
+    rope_table: Tensor | None,
+    q_scale: Tensor | None,
+    k_scale: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """`rope_and_cache` in plain torch; float32 between the steps."""
+    kv_heads, head_dim = k_cache.shape[2:]
+    heads = qkv.view(qkv.shape[0], -1, head_dim).float()
+    q_heads = heads.shape[1] - 2 * kv_heads
+    q, k, v = heads.split((q_heads, kv_heads, kv_heads), dim=1)
+    if q_scale is not None and k_scale is not None:
+        q, k = rms_norm_torch(q, q_scale, eps), rms_norm_torch(k, k_scale, eps)
+    if rope_table is not None:
+        cos, sin = rope_table[positions].unbind(dim=1)
+        q, k = rotate_torch(q, cos, sin), rotate_torch(k, cos, sin)
+    kept = locations >= 0
+    for cache, new in ((k_cache, k), (v_cache, v)):
+        cache.view(-1, kv_heads, head_dim)[locations[kept]] = new[kept].to(cache.dtype)
+    return q.to(qkv.dtype).contiguous()
+
+
+def rotate_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """x: [tokens, heads, head_dim]; cos, sin: [tokens, d / 2]."""
+    half = cos.shape[-1]
+    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    cos, sin = cos[:, None], sin[:, None]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
