@@ -57,7 +57,7 @@ def rope_and_cache_torch(
     kv_heads, head_dim = k_cache.shape[2:]
     heads = qkv.view(qkv.shape[0], -1, head_dim).float()
     q_heads = heads.shape[1] - 2 * kv_heads
-    q, k, v = heads.split((q_heads, kv_heads, kv_heads), dim=1)
+    q, k, v = heads[:, :q_heads], heads[:, q_heads:-kv_heads], heads[:, -kv_heads:]
     if q_scale is not None and k_scale is not None:
         q, k = rms_norm_torch(q, q_scale, eps), rms_norm_torch(k, k_scale, eps)
     if rope_table is not None:
@@ -72,6 +72,6 @@ def rope_and_cache_torch(
 def rotate_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x: [tokens, heads, head_dim]; cos, sin: [tokens, d / 2]."""
     half = cos.shape[-1]
-    a, b, rest = x.split((half, half, x.shape[-1] - 2 * half), dim=-1)
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
     cos, sin = cos[:, None], sin[:, None]
     return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
