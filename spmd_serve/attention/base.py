@@ -44,7 +44,7 @@ class AttentionBatch:
         page_table: int32 [rows, max_pages] on the device; row = slot.
         decode_slots: int64 [num_decodes] on the device.
         decode_lengths: int64 [num_decodes] on the device, KV length including the token of this step.
-        decode_lengths_host: the same on the host, or None where nobody needs it (device-planned backends).
+        decode_lengths_host: the same on the host; empty inside a captured graph, where backends must plan on the device.
     """
 
     page_table: Tensor
@@ -56,7 +56,7 @@ class AttentionBatch:
 
     @property
     def num_decodes(self) -> int:
-        return len(self.decode_lengths_host)
+        return self.decode_slots.shape[0]
 
 
 class AttentionBackend(Protocol):

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from spmd_serve.kernels.norm import add_rms_norm_, rms_norm
 
 
 class RMSNorm:
@@ -28,13 +29,5 @@ class RMSNorm:
         return rms_norm(x, self.scale, self.eps)
 
     def add(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
-        """(norm(x + residual), x + residual); both [tokens, size]."""
-        residual = residual + x
-        return rms_norm(residual, self.scale, self.eps), residual
-
-
-def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """RMSNorm over the last dimension, computed in float32."""
-    if x.dtype == torch.float32:
-        return F.rms_norm(x, x.shape[-1:], scale, eps)
-    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * scale
+        """(norm(x + residual), x + residual), the sum in place of `residual`; both [tokens, size]."""
+        return add_rms_norm_(x, residual, self.scale, self.eps)

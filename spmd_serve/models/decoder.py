@@ -15,7 +15,8 @@ from torch import Tensor
 from spmd_serve.attention.base import AttentionBackend, AttentionSpec
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import Partition
-from spmd_serve.layers.activation import gated_activation
+from spmd_serve.kernels.activation import gated_activation
+from spmd_serve.kernels.rope_cache import rope_and_cache
 from spmd_serve.layers.embedding import Embedding
 from spmd_serve.layers.linear import Linear
 from spmd_serve.layers.norm import RMSNorm
@@ -50,10 +51,12 @@ class StepTensors:
     """What the layers need to know of a step besides the attention plan.
 
     Attributes:
-        kv_locations: int64 [tokens], where each token's K and V go: page * page_size + offset.
-        ropes: (cos, signed sin) per ModelConfig.ropes entry, for `rotate`.
+        positions: int64 [tokens].
+        kv_locations: int64 [tokens], where each token's K and V go: page * page_size + offset; -1 (GPU) is nowhere.
+        ropes: (cos, signed sin) per ModelConfig.ropes entry, for `rotate` (CPU).
     """
 
+    positions: Tensor
     kv_locations: Tensor
     ropes: tuple[tuple[Tensor, Tensor], ...]
 
@@ -61,10 +64,11 @@ class StepTensors:
 class Attention:
     """Projections, rotary embedding, cache write and attention of one layer."""
 
-    def __init__(self, ctx: DecoderContext, layer: LayerSpec, prefix: str) -> None:
+    def __init__(self, ctx: DecoderContext, layer: LayerSpec, rope_table: Tensor | None, prefix: str) -> None:
         model, part = ctx.model, ctx.partition
         self._ctx = ctx
         self._layer = layer
+        self._rope_table = rope_table
         self._prefix = prefix
         self._q_heads, self._kv_heads, self._head_dim = len(part.q_heads), len(part.kv_heads), model.head_dim
         scale = model.attn_scale if model.attn_scale is not None else model.head_dim**-0.5
@@ -80,19 +84,37 @@ class Attention:
         """x: [tokens, hidden] -> this rank's partial sum, [tokens, hidden]."""
         if self._q_heads == 0:
             return torch.zeros_like(x)
-        heads = self.qkv(x).view(x.shape[0], -1, self._head_dim)
+        qkv = self.qkv(x)
+        q = self._cache_gpu(qkv, step, k_cache, v_cache) if qkv.is_cuda else self._cache(qkv, step, k_cache, v_cache)
+        out = self._ctx.attention.attend(q, k_cache, v_cache, self._spec)
+        return self.o(out.view(x.shape[0], -1))
+
+    def _cache(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """QK-norm, rotation, K and V into the cache; returns q, [tokens, q_heads, head_dim]."""
+        heads = qkv.view(qkv.shape[0], -1, self._head_dim)
         split = self._q_heads + self._kv_heads
         qk, v = heads[:, :split], heads[:, split:]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self._q_heads]), self.k_norm(qk[:, self._q_heads :])), dim=1)
         if self._layer.rope is not None:
             qk = rotate(qk, *step.ropes[self._layer.rope])
-        k_cache.view(-1, self._kv_heads, self._head_dim).index_copy_(
-            0, step.kv_locations, qk[:, self._q_heads :].to(k_cache.dtype)
+        for cache, new in ((k_cache, qk[:, self._q_heads :]), (v_cache, v)):
+            cache.view(-1, self._kv_heads, self._head_dim).index_copy_(0, step.kv_locations, new.to(cache.dtype))
+        return qk[:, : self._q_heads]
+
+    def _cache_gpu(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """`_cache` in one kernel."""
+        return rope_and_cache(
+            qkv,
+            step.positions,
+            step.kv_locations,
+            k_cache,
+            v_cache,
+            rope_table=self._rope_table,
+            q_scale=None if self.q_norm is None else self.q_norm.scale,
+            k_scale=None if self.k_norm is None else self.k_norm.scale,
+            eps=self._ctx.model.norm_eps,
         )
-        v_cache.view(-1, self._kv_heads, self._head_dim).index_copy_(0, step.kv_locations, v.to(v_cache.dtype))
-        out = self._ctx.attention.attend(qk[:, : self._q_heads], k_cache, v_cache, self._spec)
-        return self.o(out.view(x.shape[0], -1))
 
     def pieces(self) -> Iterator[WeightPiece]:
         model, part, d = self._ctx.model, self._ctx.partition, self._head_dim
@@ -163,11 +185,13 @@ class MLP:
 class DecoderLayer:
     """Attention and MLP with their norms and residual adds."""
 
-    def __init__(self, ctx: DecoderContext, index: int) -> None:
+    def __init__(self, ctx: DecoderContext, index: int, rope_tables: list[Tensor]) -> None:
         model = ctx.model
+        layer = model.layers[index]
         self._ctx = ctx
         self._prefix = f"model.layers.{index}"
-        self.attention = Attention(ctx, model.layers[index], f"{self._prefix}.self_attn")
+        table = None if layer.rope is None else rope_tables[layer.rope]
+        self.attention = Attention(ctx, layer, table, f"{self._prefix}.self_attn")
         self.mlp = MLP(ctx, f"{self._prefix}.mlp")
         # Names as in Hugging Face's checkpoints: with post-norms, "post_attention_layernorm" is the norm of the
         # attention's output; without them it is the norm before the MLP.
@@ -215,23 +239,26 @@ class Decoder:
         model, part = ctx.model, ctx.partition
         self._ctx = ctx
         self.embedding = Embedding(part.vocab, model.hidden_size, dtype=ctx.dtype, device=ctx.device, comm=ctx.comm)
-        self.layers = [DecoderLayer(ctx, i) for i in range(model.num_layers)]
+        self._rope_tables = [rope_table(rope, model.head_dim, max_len, ctx.device) for rope in model.ropes]
+        # Rounded to the compute type, as the models were trained.
+        self._embed_scale = float(torch.tensor(model.embed_scale, dtype=ctx.dtype))
+        self.layers = [DecoderLayer(ctx, i, self._rope_tables) for i in range(model.num_layers)]
         self.norm = ctx.norm(model.hidden_size)
         self.lm_head = ctx.linear(model.hidden_size, len(part.vocab))
         if model.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
-        self._rope_tables = [rope_table(rope, model.head_dim, max_len, ctx.device) for rope in model.ropes]
 
     def __call__(self, tokens: Tensor, positions: Tensor, kv_locations: Tensor, kv: KVLayers) -> Tensor:
         """tokens, positions, kv_locations: int64 [tokens] -> hidden states after the last norm, [tokens, hidden].
 
         The attention backend must have planned the step. Collective.
         """
-        ropes = tuple(rope_factors(table, positions, self._ctx.dtype) for table in self._rope_tables)
-        step = StepTensors(kv_locations, ropes)
+        tables = () if positions.is_cuda else self._rope_tables
+        ropes = tuple(rope_factors(table, positions, self._ctx.dtype) for table in tables)
+        step = StepTensors(positions, kv_locations, ropes)
         x = self.embedding(tokens)
         if self._ctx.model.embed_scale != 1.0:
-            x = x * torch.tensor(self._ctx.model.embed_scale, dtype=x.dtype)
+            x = x * self._embed_scale
         residual: Tensor | None = None
         for layer, (k_cache, v_cache) in zip(self.layers, kv, strict=True):
             x, residual = layer(x, residual, step, k_cache, v_cache)
