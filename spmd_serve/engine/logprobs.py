@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -11,10 +12,27 @@ from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.types import TokenLogprobs
 
 
+@dataclass(frozen=True)
+class LogprobTensors:
+    """Results on the device: `read` waits for them. All [rows], the top ones [rows, n] with the best first."""
+
+    logprobs: Tensor
+    ranks: Tensor
+    top_ids: Tensor
+    top_logprobs: Tensor
+    top: Sequence[int]
+
+    def read(self) -> list[TokenLogprobs]:
+        """Per row."""
+        columns = (self.logprobs, self.ranks, self.top_ids, self.top_logprobs)
+        rows = zip(self.top, *(column.tolist() for column in columns), strict=True)
+        return [TokenLogprobs(own, rank, ids[:n], values[:n]) for n, own, rank, ids, values in rows]
+
+
 def token_logprobs(
     logits: Tensor, tokens: Tensor, top: Sequence[int], comm: Communicator, vocab: range
-) -> list[TokenLogprobs]:
-    """The log-probability, rank and top-n of one token per row. Collective.
+) -> LogprobTensors:
+    """The log-probability, rank and top-n of one token per row. Collective; does not wait for the device.
 
     Args:
         logits: float32 [rows, vocabulary rows of this rank].
@@ -43,16 +61,10 @@ def token_logprobs(
     values = gathered[..., :most].transpose(0, 1).reshape(rows, -1)
     indices = gathered[..., most:-1].transpose(0, 1).reshape(rows, -1)
     order = values.argsort(dim=-1, descending=True, stable=True)[:, :most]
-    top_values = (values.gather(1, order) - total[:, None]).tolist()
-    top_indices = indices.gather(1, order).tolist()
-    own = (chosen.double() - total).tolist()
-    ranks = (better + 1).tolist()
-    return [
-        TokenLogprobs(
-            logprob=own[i],
-            rank=ranks[i],
-            top_ids=[int(t) for t in top_indices[i][:n]],
-            top_logprobs=top_values[i][:n],
-        )
-        for i, n in enumerate(top)
-    ]
+    return LogprobTensors(
+        logprobs=chosen.double() - total,
+        ranks=better + 1,
+        top_ids=indices.gather(1, order).long(),
+        top_logprobs=values.gather(1, order) - total[:, None],
+        top=top,
+    )

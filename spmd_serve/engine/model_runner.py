@@ -10,13 +10,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from spmd_serve.attention.base import AttentionBackend
+from spmd_serve.attention.base import AttentionBackend, AttentionBatch
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import Partition
+from spmd_serve.engine.cuda_graphs import DecodeGraphs, graph_sizes
 from spmd_serve.engine.forward_batch import ForwardBatch, build_forward_batch
 from spmd_serve.engine.grammar import Grammars
 from spmd_serve.engine.kv_cache import KVCache
-from spmd_serve.engine.logprobs import token_logprobs
+from spmd_serve.engine.logprobs import LogprobTensors, token_logprobs
 from spmd_serve.engine.row_extras import RowExtras
 from spmd_serve.engine.row_table import RowTable
 from spmd_serve.engine.sampler import Sampler
@@ -82,19 +83,27 @@ class ModelRunner:
         self._grammars = Grammars(folder, model.vocab_size, model.eos_token_ids)
         self._extras: dict[int, RowExtras] = {}  # slot -> extras, for the rows whose params are not plain
         self._kv: KVCache | None = None
+        self._graphs: DecodeGraphs | None = None
 
-    def allocate(self, num_pages: int) -> None:
-        """Allocate the KV pool."""
+    def allocate(self, num_pages: int, *, cuda_graphs: bool = False) -> None:
+        """Allocate the KV pool and capture the decode steps. Collective."""
         kv_heads = len(self._partition.kv_heads)
         self._kv = KVCache(self._model, kv_heads, num_pages, self._limits.page_size, self._dtype, self._device)
+        if cuda_graphs:
+            sizes = graph_sizes(min(self._limits.max_num_seqs, self._limits.max_batch_tokens))
+            padding = self._rows.padding_slot
+            with torch.inference_mode():
+                graphs = DecodeGraphs(self._decode_forward, self._decode_sample, sizes, padding, self._device)
+                graphs.capture(progress=self._comm.rank == 0)
+            self._graphs = graphs
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start a step. Collective: every rank launches the same batch."""
         self._admit(batch)
-        step = build_forward_batch(batch, self._rows, self._limits.page_size)
-        tokens, logprobs, prompt_logprobs = self._run(batch, step)
-        return PendingStep(lambda: self._finish(step, tokens, logprobs, prompt_logprobs))
+        if self._graphs is not None and not batch.chunks and self._graphs.fits(len(batch.decode_slots)):
+            return self._launch_graph(self._graphs, batch.decode_slots)
+        return self._launch_eager(batch)
 
     def _admit(self, batch: ScheduledBatch) -> None:
         rows = self._rows
@@ -107,57 +116,120 @@ class ModelRunner:
                     row, self._partition.vocab, self._model.eos_token_ids, self._device, self._grammars
                 )
 
-    def _run(
-        self, batch: ScheduledBatch, step: ForwardBatch
-    ) -> tuple[Tensor, dict[int, TokenLogprobs], dict[int, list[TokenLogprobs]]]:
+    # ---- any step, launched op by op -----------------------------------------------------------------------------
+
+    def _launch_eager(self, batch: ScheduledBatch) -> PendingStep:
         assert self._kv is not None, "allocate comes before launch"
-        rows = self._rows
+        step = build_forward_batch(batch, self._rows, self._limits.page_size)
         self._attention.plan(step.attention)
         hidden = self._decoder(step.tokens, step.positions, step.kv_locations, self._kv.layers)
         prompt_logprobs = self._prompt_logprobs(batch, step, hidden)
-        if step.num_decodes:
-            rows.length.index_copy_(0, step.attention.decode_slots, step.attention.decode_lengths)
-        if step.chunk_ends is not None:
-            rows.length.index_copy_(0, step.chunk_ends[0], step.chunk_ends[1])
+        self._rows.advance(step.attention.decode_slots, step.attention.decode_lengths, step.chunk_ends)
         if not step.sample_slots_host:
-            return step.sample_slots, {}, prompt_logprobs
-        slots = step.sample_slots
+            return PendingStep(lambda: StepTokens([], {}, _read(prompt_logprobs)))
         logits = self._decoder.logits(hidden if step.sample_rows is None else hidden[step.sample_rows])
-        extras = self._sampled_extras(step)
-        wants = [(i, e.params.logprobs) for i, e in extras if e.params.logprobs is not None]
-        asked = torch.tensor([i for i, _ in wants], device=self._device)
-        raw = logits[asked] if wants else None
+        extras = self._sampled_extras(step.sample_slots_host)
+        raw = self._process(logits, step.sample_slots_host, extras)
+        slots = step.sample_slots
+        tokens = self._sample(logits, slots, self._rows.length[slots])
+        return self._pending(tokens, extras, raw, prompt_logprobs)
+
+    # ---- pure decode, captured -----------------------------------------------------------------------------------
+
+    def _launch_graph(self, graphs: DecodeGraphs, slots: list[int]) -> PendingStep:
+        for slot in slots:
+            self._rows.lengths[slot] += 1
+        extras = self._sampled_extras(slots)
+        raw: list[Tensor | None] = [None]
+
+        def between(logits: Tensor) -> None:
+            raw[0] = self._process(logits, slots, extras)
+
+        return self._pending(graphs.run(slots, between), extras, raw[0], {})
+
+    def _decode_forward(self, slots: Tensor) -> Tensor:
+        """Logits of one token per row, from the rows' state alone. slots: int64 [n]."""
+        assert self._kv is not None
+        rows, page_size = self._rows, self._limits.page_size
+        positions = rows.length[slots]
+        pages = rows.page_table[slots, positions // page_size].long()
+        locations = torch.where(slots == rows.padding_slot, -1, pages * page_size + positions % page_size)
+        self._attention.plan(AttentionBatch(rows.page_table, page_size, slots, positions + 1, []))
+        return self._decoder.logits(self._decoder(rows.last_token[slots], positions, locations, self._kv.layers))
+
+    def _decode_sample(self, logits: Tensor, slots: Tensor) -> Tensor:
+        lengths = torch.where(slots == self._rows.padding_slot, 0, self._rows.length[slots] + 1)
+        self._rows.advance(slots, lengths)
+        return self._sample(logits, slots, lengths)
+
+    # ---- from logits to tokens -----------------------------------------------------------------------------------
+
+    def _process(self, logits: Tensor, slots: list[int], extras: list[tuple[int, RowExtras]]) -> Tensor | None:
+        """Apply what some rows ask for to the logits, in place. Returns the raw logits of rows that want logprobs."""
+        if not extras:
+            return None
+        wants = [i for i, extra in extras if extra.params.logprobs is not None]
+        raw = logits[torch.tensor(wants, device=self._device)] if wants else None
         for i, extra in extras:
             extra.process_(logits[i])
-        if extras:
-            self._sampler.filter_(logits, [self._params(slot) for slot in step.sample_slots_host])
-        tokens = self._sampler.sample(logits, rows.temperature[slots], rows.seed[slots], rows.length[slots])
+        self._sampler.filter_(logits, [self._params(slot) for slot in slots])
+        return raw
+
+    def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """Draw a token per row and make it the row's last; `positions` are those of the new tokens."""
+        rows = self._rows
+        tokens = self._sampler.sample(logits, rows.temperature[slots], rows.seed[slots], positions)
         rows.last_token.index_copy_(0, slots, tokens)
+        return tokens
+
+    def _pending(
+        self,
+        tokens: Tensor,
+        extras: list[tuple[int, RowExtras]],
+        raw: Tensor | None,
+        prompt_logprobs: dict[int, list[LogprobTensors]],
+    ) -> PendingStep:
+        """Account for the drawn tokens, start the copy to the host, and say how to finish."""
         for i, extra in extras:
             extra.note_sampled(tokens[i])
-        logprobs: dict[int, TokenLogprobs] = {}
+        logprobs, wants = None, []
         if raw is not None:
-            found = token_logprobs(raw, tokens[asked], [n for _, n in wants], self._comm, self._partition.vocab)
-            logprobs = {i: value for (i, _), value in zip(wants, found, strict=True)}
-        return tokens, logprobs, prompt_logprobs
+            asked = [(i, e.params.logprobs) for i, e in extras if e.params.logprobs is not None]
+            wants = [i for i, _ in asked]
+            chosen = tokens[torch.tensor(wants, device=self._device)]
+            logprobs = token_logprobs(raw, chosen, [n for _, n in asked], self._comm, self._partition.vocab)
+        read = self._start_copy(tokens)
 
-    def _finish(
-        self,
-        step: ForwardBatch,
-        tokens: Tensor,
-        logprobs: dict[int, TokenLogprobs],
-        prompt_logprobs: dict[int, list[TokenLogprobs]],
-    ) -> StepTokens:
-        ids = tokens.tolist() if step.sample_slots_host else []
-        for i, extra in self._sampled_extras(step):
-            if extra.grammar is not None:
-                extra.grammar.accept(ids[i])
-        return StepTokens(ids, logprobs, prompt_logprobs)
+        def finish() -> StepTokens:
+            ids = read()
+            for i, extra in extras:
+                if extra.grammar is not None:
+                    extra.grammar.accept(ids[i])
+            found = dict(zip(wants, logprobs.read(), strict=True)) if logprobs is not None else {}
+            return StepTokens(ids, found, _read(prompt_logprobs))
 
-    def _sampled_extras(self, step: ForwardBatch) -> list[tuple[int, RowExtras]]:
+        return PendingStep(finish)
+
+    def _start_copy(self, tokens: Tensor) -> Callable[[], list[int]]:
+        """Copy int64 tokens to the host in the background; the result waits for the copy and returns them."""
+        if self._device.type == "cpu":
+            return tokens.tolist
+        host = torch.empty(tokens.shape, dtype=tokens.dtype, pin_memory=True)
+        host.copy_(tokens, non_blocking=True)
+        copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        copied.record()
+
+        def read() -> list[int]:
+            copied.synchronize()
+            return host.tolist()
+
+        return read
+
+    def _sampled_extras(self, slots: list[int]) -> list[tuple[int, RowExtras]]:
+        """(sampled-row index, extras) of the rows that are not plain."""
         if not self._extras:
             return []
-        found = ((i, self._extras.get(slot)) for i, slot in enumerate(step.sample_slots_host))
+        found = ((i, self._extras.get(slot)) for i, slot in enumerate(slots))
         return [(i, extra) for i, extra in found if extra is not None]
 
     def _params(self, slot: int) -> SamplingParams:
@@ -167,9 +239,9 @@ class ModelRunner:
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, step: ForwardBatch, hidden: Tensor
-    ) -> dict[int, list[TokenLogprobs]]:
+    ) -> dict[int, list[LogprobTensors]]:
         """Log-probabilities of the prompt tokens that follow each chunk's positions, for the rows that asked."""
-        out: dict[int, list[TokenLogprobs]] = {}
+        out: dict[int, list[LogprobTensors]] = {}
         for i, (chunk, span) in enumerate(zip(batch.chunks, step.attention.chunks, strict=True)):
             extra = self._extras.get(chunk.slot)
             if extra is None or extra.prompt is None:
@@ -181,5 +253,9 @@ class ModelRunner:
                 start = span.offset + first
                 logits = self._decoder.logits(hidden[start : start + len(targets)])
                 top = [extra.params.prompt_logprobs or 0] * len(targets)
-                out[i] += token_logprobs(logits, targets, top, self._comm, self._partition.vocab)
+                out[i].append(token_logprobs(logits, targets, top, self._comm, self._partition.vocab))
         return out
+
+
+def _read(prompt_logprobs: dict[int, list[LogprobTensors]]) -> dict[int, list[TokenLogprobs]]:
+    return {i: [entry for block in blocks for entry in block.read()] for i, blocks in prompt_logprobs.items()}

@@ -69,8 +69,20 @@ class RowTable:
         indices, values = upload(np.array([where, what], dtype=np.int64), self.device).unbind()
         self.page_table.view(-1).index_copy_(0, indices, values.int())
 
+    def advance(self, slots: torch.Tensor, lengths: torch.Tensor, chunk_ends: torch.Tensor | None = None) -> None:
+        """Set the rows' lengths after a step: of decoded `slots`, and [2, n] slots and lengths of prefilled rows."""
+        if slots.shape[0]:
+            self.length.index_copy_(0, slots, lengths)
+        if chunk_ends is not None:
+            self.length.index_copy_(0, chunk_ends[0], chunk_ends[1])
+
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """A host array as a device tensor. On a GPU the copy is asynchronous from pinned memory that torch keeps alive."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+def upload_list(values: Sequence[int], device: torch.device) -> torch.Tensor:
+    """Host integers as an int64 device tensor; see `upload`."""
+    return upload(np.array(values, dtype=np.int64), device)
