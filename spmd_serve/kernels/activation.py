@@ -7,7 +7,7 @@ from torch.nn import functional as F
 
 
 def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
-    """act(gate) * up, in float32 inside.
+    """act(gate) * up.
 
     Args:
         gate_up: [tokens, 2 * n], gate first; contiguous.
@@ -25,6 +25,6 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
 
 def gated_activation_torch(gate_up: Tensor, kind: str) -> Tensor:
     """`gated_activation` in plain torch."""
-    gate, up = gate_up.float().chunk(2, dim=-1)
+    gate, up = gate_up.chunk(2, dim=-1)
     activated = F.silu(gate) if kind == "silu" else F.gelu(gate, approximate="tanh")
-    return (activated * up).to(gate_up.dtype)
+    return activated.mul_(up)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -38,12 +39,13 @@ def add_rms_norm_(x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tup
 
 
 def rms_norm_torch(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """`rms_norm` in plain torch."""
-    wide = x.float()
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * scale.float()).to(x.dtype)
+    """`rms_norm` in plain torch. In 16 bits, scaling after the rounding, as transformers does."""
+    if x.dtype == torch.float32:
+        return F.rms_norm(x, x.shape[-1:], scale, eps)
+    return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * scale
 
 
 def add_rms_norm_torch_(x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`add_rms_norm_` in plain torch."""
-    residual.copy_(residual.float() + x.float())
+    residual += x
     return rms_norm_torch(residual, scale, eps), residual

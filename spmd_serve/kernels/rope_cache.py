@@ -59,7 +59,7 @@ def rope_and_cache_torch(
     q_heads = heads.shape[1] - 2 * kv_heads
     q, k, v = heads[:, :q_heads], heads[:, q_heads:-kv_heads], heads[:, -kv_heads:]
     if q_scale is not None and k_scale is not None:
-        q, k = rms_norm_torch(q, q_scale, eps), rms_norm_torch(k, k_scale, eps)
+        q, k = rms_norm_torch(q, q_scale.float(), eps), rms_norm_torch(k, k_scale.float(), eps)
     if rope_table is not None:
         cos, sin = rope_table[positions].unbind(dim=1)
         q, k = rotate_torch(q, cos, sin), rotate_torch(k, cos, sin)
