@@ -9,7 +9,6 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from collections import deque
 from dataclasses import dataclass
-from math import ceil
 from operator import attrgetter
 
 from spmd_serve.config import SchedulerOptions
@@ -17,6 +16,7 @@ from spmd_serve.scheduler.digest import RollingDigest
 from spmd_serve.scheduler.intake import Intake
 from spmd_serve.scheduler.page_tables import PageTables
 from spmd_serve.scheduler.sequence import Sequence, SequenceStatus
+from spmd_serve.scheduler.waiting_queue import WaitingQueue
 from spmd_serve.types import (
     Finish,
     FinishReason,
@@ -42,6 +42,10 @@ class _Flight:
     batch: ScheduledBatch
     decodes: list[Sequence]
     chunks: list[Sequence]
+
+
+def _goes_first(running: Sequence, waiting: Sequence, in_order: bool) -> bool:
+    return running < waiting if in_order else running.left_order < waiting.size_order
 
 
 class Scheduler:
@@ -93,9 +97,9 @@ class Scheduler:
         self._phase = ServicePhase.RUN
         self._live: dict[int, Sequence] = {}  # uid -> every sequence that has not ended, by arrival
         self._deadlines: list[tuple[float, tuple[int, int], Sequence]] = []  # sorted
-        self._waiting: list[Sequence] = []  # these three are sorted by Sequence.order
-        self._running: list[Sequence] = []
-        self._prefilling: list[Sequence] = []
+        self._waiting = WaitingQueue()
+        self._running: list[Sequence] = []  # sorted by Sequence.order
+        self._prefilling: list[Sequence] = []  # those of them whose prompts are not planned to the end
         # Decoding sequences and their slots, in the order in which they began. The lists are replaced, never changed: steps in
         # flight keep them, and the engine sees by identity that nothing has changed.
         self._decoding: list[Sequence] = []
@@ -181,7 +185,7 @@ class Scheduler:
             return
         sequence = self._intake.make_sequence(request, now)
         self._live[sequence.uid] = sequence
-        insort(self._waiting, sequence)
+        self._waiting.add(sequence)
         if sequence.deadline is not None:
             insort(self._deadlines, (sequence.deadline, sequence.order, sequence))
 
@@ -264,52 +268,48 @@ class Scheduler:
         self._tables.grow(sequence)
         return True
 
-    def _deal_prefill(
-        self,
-        budget: int,
-        may_admit: bool,
-        new_rows: list[NewRow],
-    ) -> list[tuple[Sequence, int]]:
-        """Deal `budget` tokens to prompts, in order, admitting those that wait while there are tokens, rows and pages.
+    def _deal_prefill(self, budget: int, may_admit: bool, new_rows: list[NewRow]) -> list[tuple[Sequence, int]]:
+        """Deal `budget` tokens to prompts, admitting those that wait while there are tokens, rows and pages.
 
-        A prompt with more than the share that is kept for others takes at most `prefill_share` of what is left while others
-        are behind it, so that a short prompt passes a long one; what nobody wants goes back to the first.
+        `prefill_share` of them go in order of service. The rest goes to the others, the shortest first, so that a short
+        prompt passes a long one; the oldest goes on all the same, and everyone is the oldest some day. What nobody else wants
+        goes back to the one that was cut.
         """
-        share = self._prefill_share
-        short = int((1.0 - share) * budget)
         parts: list[tuple[Sequence, int]] = []
-        queue = self._prefilling[:]
-        taken, left = 0, budget
-        while left > 0:
-            if may_admit and self._waiting and (taken == len(queue) or self._waiting[0] < queue[taken]):
-                sequence = self._admit(new_rows)
-                if sequence is None:
-                    may_admit = False
-                    continue
-            elif taken < len(queue):
-                sequence = queue[taken]
-                taken += 1
-            else:
-                break
-            size = min(sequence.prefill_end - sequence.planned, left)
-            if size > short and (taken < len(queue) or (may_admit and self._waiting)):
-                size = min(size, max(self._tables.page_size, ceil(share * left)))
-            parts.append((sequence, size))
-            left -= size
-        if left > 0:
-            for i, (sequence, size) in enumerate(parts):
-                more = min(sequence.prefill_end - sequence.planned - size, left)
-                parts[i] = (sequence, size + more)
-                left -= more
+        rows = self._prefilling[:]
+        left = max(1, int(self._prefill_share * budget)) if budget else 0
+        reserve = budget - left
+        cut = 0
+        for in_order in (True, False):
+            rows.sort(key=attrgetter("order" if in_order else "left_order"), reverse=True)  # the next one is the last
+            while left > 0:
+                head = (self._waiting.first if in_order else self._waiting.shortest) if may_admit else None
+                if head is not None and not (rows and _goes_first(rows[-1], head, in_order)):
+                    may_admit = self._admit(head, new_rows)
+                    if not may_admit:
+                        continue
+                    sequence = head
+                elif rows:
+                    sequence = rows.pop()
+                else:
+                    break
+                size = min(sequence.prefill_end - sequence.planned, left)
+                parts.append((sequence, size))
+                left -= size
+            if in_order:
+                left += reserve
+                cut = len(parts) - 1
+        if left > 0 and parts:
+            sequence, size = parts[cut]
+            parts[cut] = (sequence, min(sequence.prefill_end - sequence.planned, size + left))
         return parts
 
-    def _admit(self, new_rows: list[NewRow]) -> Sequence | None:
-        """Give the first waiting sequence a row and the pages of all its known tokens, or None if it must go on waiting."""
-        sequence = self._waiting[0]
+    def _admit(self, sequence: Sequence, new_rows: list[NewRow]) -> bool:
+        """Give a waiting sequence a row and the pages of all its known tokens; False if it must go on waiting."""
         # Every running sequence may grow by a page before the newcomer has to give way again.
         if not self._free_slots or not self._tables.open(sequence, self._free_slots[0], headroom=len(self._running)):
-            return None
-        del self._waiting[0]
+            return False
+        self._waiting.remove(sequence)
         insort(self._running, sequence)
         insort(self._prefilling, sequence)
         sequence.status = SequenceStatus.PREFILL
@@ -329,7 +329,7 @@ class Scheduler:
                 sequence.planned,
             )
         )
-        return sequence
+        return True
 
     def _plan_chunk(self, sequence: Sequence, size: int) -> PrefillChunk:
         start, end = sequence.planned, sequence.planned + size
@@ -417,7 +417,7 @@ class Scheduler:
     def _finish(self, sequence: Sequence, reason: FinishReason, message: str = "", code: str = "") -> None:
         """The one terminal output of a sequence."""
         if sequence.status is SequenceStatus.WAITING:
-            del self._waiting[bisect_left(self._waiting, sequence)]
+            self._waiting.remove(sequence)
         else:
             self._leave(sequence)
         sequence.status = _FINISHED
@@ -432,7 +432,7 @@ class Scheduler:
         """Back to the queue. A token in flight still counts; the KV is computed again, as far as it is not cached."""
         self._leave(sequence)
         sequence.status = SequenceStatus.WAITING
-        insort(self._waiting, sequence)
+        self._waiting.add(sequence)
         self._preempted_total += 1
 
     def _leave(self, sequence: Sequence) -> None:
@@ -456,7 +456,8 @@ class Scheduler:
         """
         running, waiting = self._running, self._waiting
         self._tables.check(running)
-        assert running == sorted(running) and waiting == sorted(waiting), "a queue is out of order"
+        waiting.check()
+        assert running == sorted(running), "the running sequences are out of order"
         assert sorted(s.order for s in self._live.values()) == sorted(s.order for s in (*running, *waiting))
         assert all(s.status is SequenceStatus.WAITING and s.slot < 0 and not s.pages for s in waiting)
         assert self._prefilling == [s for s in running if s.status is SequenceStatus.PREFILL]

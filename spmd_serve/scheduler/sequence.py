@@ -22,6 +22,7 @@ class Sequence:
 
     Attributes:
         order: (priority, arrival number); lower runs first and is preempted last.
+        size_order: (priority, prompt length, arrival number); lower passes others in the queue.
         tokens: prompt and all committed output, int32.
         limit: most tokens that `tokens` may reach.
         stop_ids: token ids that end it, once more than `min_length` tokens are there.
@@ -56,6 +57,7 @@ class Sequence:
         "planned",
         "prefill_end",
         "salt",
+        "size_order",
         "slot",
         "started",
         "status",
@@ -85,6 +87,7 @@ class Sequence:
         self.salt = request.cache_salt.encode()
         self.tokens = request.prompt_ids()
         self.num_prompt = len(self.tokens)
+        self.size_order = (order[0], self.num_prompt, order[1])
         self.limit = limit
         self.stop_ids = stop_ids
         self.min_length = self.num_prompt + params.min_tokens
@@ -106,6 +109,11 @@ class Sequence:
     def __lt__(self, other: Sequence) -> bool:
         """Order of service: for bisect in the scheduler's sorted lists."""
         return self.order < other.order
+
+    @property
+    def left_order(self) -> tuple[int, int, int]:
+        """size_order by the tokens that its prefill has left to plan."""
+        return (self.order[0], self.prefill_end - self.planned, self.order[1])
 
     @property
     def num_computed(self) -> int:
