@@ -6,9 +6,14 @@ values are the same bits on every rank, so decisions that follow from them are t
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+# torch 2.13 renamed it.
+_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 
 
 class Communicator:
@@ -39,9 +44,9 @@ class Communicator:
         """[...] on every rank -> [world_size, ...], rank order. Shapes must be equal. Collective."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
-        out = tensor.new_empty((self.world_size, *tensor.shape))
-        dist.all_gather_into_tensor(out, tensor.contiguous(), group=self._group)
-        return out
+        out = tensor.new_empty(self.world_size * tensor.numel())
+        _all_gather(out, tensor.contiguous().view(-1), group=self._group)
+        return out.view(self.world_size, *tensor.shape)
 
     def all_reduce_min_(self, tensor: Tensor) -> Tensor:
         """Minimum over ranks, in place; returns `tensor`. Collective."""

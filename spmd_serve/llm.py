@@ -1,0 +1,151 @@
+"""Offline generation: `LLM(...).generate(...)` with the server's own step loop, alone or under torchrun.
+
+    from spmd_serve.llm import LLM
+    from spmd_serve.types import SamplingParams
+
+    llm = LLM("--max-batch-tokens", "1024")
+    for result in llm.generate(["The capital of France is"], SamplingParams(max_tokens=16, temperature=0.0)):
+        print(result.text)
+
+Under torchrun every rank makes the same calls, rank 0's arguments count, and rank 0 gets the results.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from tokenizers import Tokenizer
+
+from spmd_serve.assembly import assemble, make_plan
+from spmd_serve.config import parse_args
+from spmd_serve.distributed.channel import make_channel
+from spmd_serve.distributed.liveness import Progress
+from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
+from spmd_serve.errors import RequestError
+from spmd_serve.step_loop import StepLoop
+from spmd_serve.types import Abort, FinishReason, Request, SamplingParams, ServiceState, StepOutput
+
+
+@dataclass
+class Generation:
+    """One prompt's result. `times`: time.perf_counter() at which each token came out of the step loop, in seconds."""
+
+    prompt_ids: list[int]
+    token_ids: list[int] = field(default_factory=list)
+    times: list[float] = field(default_factory=list)
+    cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    text: str = ""
+
+
+class _OfflineLink:
+    """Stands where the frontend's link stands in the server: takes requests in a batch, outputs go into a dict."""
+
+    def __init__(self) -> None:
+        self._requests: list[Request] = []
+        self._results: dict[int, Generation] = {}
+        self._error = ""
+
+    def submit(self, requests: list[Request], results: dict[int, Generation]) -> None:
+        self._requests, self._results, self._error = requests, results, ""
+
+    def drain(self) -> tuple[list[Request], list[Abort]]:
+        requests, self._requests = self._requests, []
+        return requests, []
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self._requests)
+
+    def set_state(self, state: ServiceState, reason: str = "") -> None:
+        pass
+
+    def publish(self, output: StepOutput) -> None:
+        now = time.perf_counter()
+        for uid, cached in output.started:
+            self._results[uid].cached_tokens = cached
+        for uid, token in zip(output.uids, output.tokens, strict=True):
+            result = self._results[uid]
+            result.token_ids.append(token)
+            result.times.append(now)
+        for finish in output.finished:
+            self._results[finish.uid].finish_reason = finish.reason
+            if finish.reason is FinishReason.ERROR:
+                self._error = finish.message
+
+    def raise_error(self) -> None:
+        if self._error:
+            raise RequestError(self._error)
+
+
+class LLM:
+    """The engine without HTTP. `arguments` are the server's command-line options."""
+
+    def __init__(self, *arguments: str) -> None:
+        import torch
+
+        self._ranks = rank_info(os.environ)
+        config = parse_args(arguments)
+        # A queue limit protects a server from its clients; here everything that is given is wanted.
+        config = replace(config, scheduler=replace(config.scheduler, max_queue=sys.maxsize))
+        torch.set_num_threads(config.engine.threads or threads_per_rank(self._ranks))
+        join_group(self._ranks, None, config.control.control_timeout)
+        self._assembly = assemble(make_plan(config, self._ranks), self._ranks)
+        self._config = self._assembly.plan.config
+        self._tokenizer: Tokenizer | None = None
+        tokenizer_file = self._assembly.plan.folder / "tokenizer.json"
+        if tokenizer_file.exists():  # a config alone serves random weights and token ids
+            self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        self._next_uid = 0
+        self._link = _OfflineLink()
+        self._loop = StepLoop(
+            self._ranks,
+            make_channel(self._ranks),
+            self._assembly.scheduler,
+            self._assembly.runner,
+            self._config.control,
+            overlap=bool(self._config.engine.overlap),
+            progress=Progress(),
+            link=self._link if self._ranks.rank == 0 else None,
+        )
+
+    def generate(
+        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+    ) -> list[Generation]:
+        """Generate for all prompts at once; returns when the last has ended. Collective.
+
+        Args:
+            prompts: texts or token ids.
+            params: for all prompts, or one for each.
+
+        Raises:
+            RequestError: a prompt cannot be served (too long, say); the others have ended.
+        """
+        each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        results: dict[int, Generation] = {}
+        requests = []
+        for prompt, sampling in zip(prompts, each, strict=True):
+            ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
+            results[self._next_uid] = Generation(ids)
+            requests.append(Request(self._next_uid, array("i", ids).tobytes(), sampling))
+            self._next_uid += 1
+        self._link.submit(requests, results)
+        self._loop.run(until_idle=True)
+        self._link.raise_error()
+        if self._tokenizer is not None:
+            for result in results.values():
+                result.text = self._tokenizer.decode(result.token_ids)
+        return list(results.values())
+
+    def close(self) -> None:
+        """Leave the ranks' process group."""
+        leave_group()
+
+    def _encode(self, text: str) -> list[int]:
+        if self._tokenizer is None:
+            raise RequestError("this model has no tokenizer.json; give token ids")
+        return self._tokenizer.encode(text).ids
