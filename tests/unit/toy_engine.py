@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from array import array
 from collections import deque
+from collections.abc import Iterator
 from zlib import crc32
 
 from spmd_serve.config import SchedulerOptions
@@ -262,3 +263,45 @@ class ToyLoop:
 def random_prompt(rng: random.Random, low: int, high: int) -> list[int]:
     """Token ids other than EOS."""
     return [rng.randrange(1, VOCAB) for _ in range(rng.randint(low, high))]
+
+
+def make_loop(seed: int) -> ToyLoop:
+    """A loop with a pool that is too small, the other settings drawn from the seed."""
+    rng = random.Random(seed)
+    page_size = rng.choice([1, 2, 4, 16])
+    return ToyLoop(
+        page_size=page_size,
+        num_pages=rng.choice([30, 60]) // page_size + 1,
+        overlap=rng.random() < 0.5,
+        max_batch_tokens=rng.choice([16, 64]),
+        prefix_cache=rng.random() < 0.7,
+        schedule=rng.choice(["fcfs", "priority"]),
+        request_timeout=rng.choice([None, 12.0]),
+    )
+
+
+def random_traffic(loop: ToyLoop, seed: int, steps: int) -> Iterator[tuple[list[Request], list[Abort]]]:
+    """Arrivals (half of them with shared beginnings) and aborts for `steps` steps; moves the loop's clock on."""
+    rng = random.Random(seed + 1000)
+    base = random_prompt(rng, 5, 20)
+    uid = 0
+    for _ in range(steps):
+        loop.now += 1.0
+        arrivals = []
+        for _ in range(rng.choice([0, 0, 1, 2, 3])):
+            prompt = base[: rng.randint(1, len(base))] + random_prompt(rng, 0, 8)
+            arrivals.append(
+                loop.request(
+                    uid,
+                    prompt if rng.random() < 0.6 else random_prompt(rng, 1, 40),
+                    rng.choice([0, 1, 5, 20, 30]),
+                    ignore_eos=rng.random() < 0.6,
+                    priority=rng.randint(0, 3),
+                    cache_salt=rng.choice(["", "", "a"]),
+                    grammar=rng.choice([None, None, None, "g"]),
+                    deadline=rng.choice([None, None, None, loop.now + 6.0]),
+                )
+            )
+            uid += 1
+        aborts = [Abort(rng.randrange(uid))] if uid and rng.random() < 0.1 else []
+        yield arrivals, aborts
