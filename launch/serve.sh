@@ -46,4 +46,4 @@ if [ -z "${NPROC:-}" ]; then
 fi
 [[ $NPROC =~ ^[1-9][0-9]*$ ]] || die "NPROC is '$NPROC'; it must be the number of ranks, 1 or more"
 # --standalone: torchrun's store takes a free port, so two servers on one host never meet.
-run_ranks "$NPROC" --standalone --max-restarts="${MAX_RESTARTS:-0}" -m spmd_serve "$@"
+run_ranks "$NPROC" --standalone --max-restarts="${MAX_RESTARTS:-0}" -m spmd_serve "$@" || exit $?

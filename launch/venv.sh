@@ -9,6 +9,10 @@ MIN_TORCH=2.8 # as in pyproject.toml
 CPU_INDEX=https://download.pytorch.org/whl/cpu
 CU126_INDEX=https://download.pytorch.org/whl/cu126
 
+# set -e never ends a script without a word.
+set -E
+trap 'say "error: line $LINENO of ${BASH_SOURCE[0]} failed: $BASH_COMMAND"' ERR
+
 say() { printf '[launch] %s\n' "$*" >&2; }
 die() {
     say "error: $*"
@@ -28,7 +32,7 @@ HELP
 # A device node, not a driver: containers often see the driver of a host whose GPUs they may not use.
 has_nvidia_gpu() { compgen -G '/dev/nvidia[0-9]*' >/dev/null || [ -e /dev/dxg ]; }
 
-gpu_count() { compgen -G '/dev/nvidia[0-9]*' | wc -l; }
+gpu_count() { { compgen -G '/dev/nvidia[0-9]*' || true; } | wc -l; }
 
 find_base_python() { # prints an interpreter >= 3.11 that is not itself a virtual environment
     local name found
@@ -52,12 +56,13 @@ print(v) if tuple(map(int, v.split('+')[0].split('.')[:2])) >= tuple(map(int, '$
 }
 
 newest_cpu_torch() { # newest_cpu_torch [PIP OPTION...]: the newest version marked "+cpu" that pip can reach, if any
-    "$VENV/bin/python" -m pip index versions torch --timeout 15 --retries 1 "$@" 2>/dev/null |
-        sed -n 's/^Available versions: //p' | tr -d ' ' | tr ',' '\n' | grep '+cpu$' | sort -rV |
-        while read -r version; do
-            [ "$(printf '%s\n' "$MIN_TORCH" "$version" | sort -V | head -n 1)" = "$MIN_TORCH" ] && echo "$version"
-            break
-        done
+    local versions version
+    versions=$("$VENV/bin/python" -m pip index versions torch --timeout 15 --retries 1 "$@" 2>/dev/null) || return 0
+    for version in $(sed -n 's/^Available versions: //p' <<<"$versions" | tr -d ' ' | tr ',' ' '); do # newest first
+        [[ $version == *+cpu ]] || continue
+        if [ "$(printf '%s\n' "$MIN_TORCH" "$version" | sort -V | head -n 1)" = "$MIN_TORCH" ]; then echo "$version"; fi
+        return
+    done
 }
 
 cuda_major() { # CUDA version that the driver offers, major number; empty when unknown
