@@ -1,0 +1,292 @@
+"""The entry under torchrun, the same on every rank: config -> ranks -> build -> step loop -> teardown.
+
+Rank 0 alone reads the command line; its Config reaches the others over the board. What a user did wrong is one line of rank 0
+and exit code 2 on every rank; a failure is exit code 1; a stop by signal is exit code 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, NoReturn, TypeVar
+
+from spmd_serve.config import Config, parse_args
+from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
+from spmd_serve.distributed.signals import Stopped, StopSignals
+from spmd_serve.errors import ConfigError, RankLostError, SpmdServeError
+from spmd_serve.logs import set_up_logs
+from spmd_serve.types import ModelInfo, ServicePhase, ServiceState
+
+if TYPE_CHECKING:
+    from spmd_serve.distributed.board import Board
+    from spmd_serve.distributed.liveness import Liveness, Progress
+    from spmd_serve.models.model_config import ModelConfig
+
+logger = logging.getLogger("spmd_serve")
+T = TypeVar("T")
+
+USER_ERROR = 2
+PEERS_GONE_S = 2.0  # how long a failed rank lets the others speak before its traceback
+FRONTEND_STOP_S = 2.0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run this rank to its end. Returns its exit code."""
+    os.environ.setdefault(
+        "TORCH_CPP_LOG_LEVEL", "ERROR"
+    )  # before torch is imported; we report lost connections ourselves
+    signals = StopSignals()
+    signals.install()
+    try:
+        ranks = rank_info(os.environ)
+        if ranks.under_agent:
+            die_with_parent()
+        config: Config | None = None
+        exit_code: int | None = None  # set: the job ends before it begins
+        if ranks.rank == 0:
+            config, exit_code = _rank0_options(sys.argv[1:] if argv is None else argv)
+        if exit_code is not None and ranks.world_size == 1:
+            return exit_code
+        return _run_rank(ranks, config, exit_code, signals)
+    except Stopped:
+        return 0
+    except SpmdServeError as exc:
+        if not isinstance(exc, RankLostError):  # else the rank at fault has said it
+            _say_error(exc)
+        return USER_ERROR
+
+
+def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, int | None]:
+    """The options, or the exit code when there is nothing to run."""
+    try:
+        config = parse_args(argv)
+        _rank0_check_port(config)
+    except ConfigError as exc:
+        _say_error(exc)
+        return None, USER_ERROR
+    except SystemExit as exc:  # --help has been printed
+        return None, int(exc.code or 0)
+    return config, None
+
+
+def _rank0_check_port(config: Config) -> None:
+    """Fail before anything is loaded when the port is taken."""
+    host, port = config.server.host, config.server.port
+    try:
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
+            0
+        ]
+        with socket.socket(family, kind) as probe:
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            probe.bind(address)
+    except OSError as exc:
+        raise ConfigError(
+            f"cannot listen on {host} port {port}: {exc.strerror}; give another --host or --port"
+        ) from None
+
+
+def _say_error(exc: object) -> None:
+    print("spmd_serve: error:", " ".join(str(exc).split()), file=sys.stderr, flush=True)
+
+
+def _run_rank(ranks: RankInfo, config: Config | None, exit_code: int | None, signals: StopSignals) -> int:
+    """From the meeting of the ranks to their end."""
+    from spmd_serve.distributed.board import Failure, open_board
+    from spmd_serve.distributed.liveness import Liveness, Progress
+
+    progress = Progress()
+    set_up_logs(config.server.log_level if config else "info", ranks.rank, lambda: progress.step)
+    board = open_board(ranks)
+    if exit_code is not None:
+        board.fail(Failure(ranks.rank, ranks.hostname, "refused" if exit_code else "help", "see rank 0's message"))
+        _await_peers(board)
+        return exit_code
+    liveness = Liveness(board, progress, signals)
+    liveness.start()
+    stack = ExitStack()
+    try:
+        _serve(board.share("config", config), ranks, board, liveness, progress, stack)
+        with contextlib.suppress(RuntimeError):
+            board.say_gone()
+        return 0
+    except Stopped:
+        with contextlib.suppress(RuntimeError):
+            board.request_stop(ServicePhase.DRAIN)
+            board.say_gone()
+        if ranks.rank == 0:
+            logger.info("stopped while starting")
+        return 0
+    except BaseException as exc:
+        return _fail(exc, board, liveness, stack)
+    finally:
+        stack.close()
+        leave_group()
+
+
+def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack) -> int:
+    """Find the rank at fault; if it is this one, its message or traceback is the last thing in the log."""
+    failure = liveness.conclude(exc)
+    stack.close()  # rank 0: open requests end with an error
+    leave_group()  # peers that wait for this rank wake up
+    own = failure.rank == board.ranks.rank and failure.kind in ("refused", "error")
+    with contextlib.suppress(RuntimeError):  # the store may be gone as well
+        board.say_gone()
+        if own:
+            _await_peers(board)
+    if own and failure.kind == "error":
+        _report_traceback(exc)
+    elif own and board.ranks.rank == 0:  # a follower's refusal is told by rank 0's watcher
+        _say_error(exc)
+    elif board.ranks.rank > 0:
+        logger.debug("ending after: %s", exc)
+    return failure.exit_code
+
+
+def _await_peers(board: Board) -> None:
+    deadline = time.monotonic() + PEERS_GONE_S
+    others = {peer.rank for peer in board.peers} - {board.ranks.rank}
+    while not others <= board.gone() and time.monotonic() < deadline:
+        time.sleep(0.05)
+
+
+def _report_traceback(exc: BaseException) -> None:
+    """Print this rank's traceback, and leave it for torchrun's own summary."""
+    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+    if isinstance(exc, Exception) and os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        get_error_handler().record_exception(exc)
+    if isinstance(exc, SpmdServeError):
+        logger.error("%s: %s", type(exc).__name__, exc)
+    else:
+        logger.error("this rank failed\n%s", "".join(traceback.format_exception(exc)).rstrip())
+
+
+def _serve(
+    config: Config, ranks: RankInfo, board: Board, liveness: Liveness, progress: Progress, stack: ExitStack
+) -> None:
+    """Build everything, then run steps until the stop. What must be undone on every way out goes onto `stack`."""
+    import torch
+
+    from spmd_serve.distributed.channel import make_channel
+    from spmd_serve.distributed.collectives import Communicator
+    from spmd_serve.distributed.fingerprint import agree, model_fingerprint, options_fingerprint, software_fingerprint
+    from spmd_serve.engine.build import build_runner, count_pages, pick_device, resolve_config
+    from spmd_serve.frontend.server import start_frontend
+    from spmd_serve.models.registry import load_model_config
+    from spmd_serve.models.resolve import resolve_model
+    from spmd_serve.scheduler.scheduler import Scheduler
+    from spmd_serve.step_loop import StepLoop
+
+    started = time.monotonic()
+    set_up_logs(config.server.log_level, ranks.rank, lambda: progress.step)
+    torch.set_num_threads(config.engine.threads or threads_per_rank(ranks))
+    join_group(ranks, board.store, config.control.control_timeout)
+    agree(board, "software", software_fingerprint())
+    folder = resolve_model(config.model, ranks)
+    model = load_model_config(folder)
+    device = pick_device(config.engine.device, ranks.local_rank)
+    config = resolve_config(config, model, device)
+    agree(board, "model", model_fingerprint(folder, model) | options_fingerprint(config))
+
+    frontend = None
+    if ranks.rank == 0:
+        if config.server.frontend == "thread":
+            sys.setswitchinterval(0.0005)  # a busy HTTP thread would hold each exchange up for 16-39 ms instead of 1-3
+        info = _model_info(config, model, folder)
+        frontend = start_frontend(config, info)
+        stack.callback(frontend.stop, FRONTEND_STOP_S)
+        liveness.on_failure = lambda reason: frontend.link.set_state(ServiceState.FAILED, reason)
+
+    comm = Communicator.create(ranks.rank, ranks.world_size, device)
+    runner = build_runner(config, model, folder, comm, device)
+    num_pages = count_pages(config, model, comm, device)
+    runner.allocate(num_pages)
+    scheduler = Scheduler(
+        config.scheduler,
+        page_size=_known(config.cache.page_size),
+        num_pages=num_pages,
+        prefix_cache=config.cache.prefix_cache,
+        max_batch_tokens=_known(config.scheduler.max_batch_tokens),
+        max_model_len=_known(config.model.max_model_len),
+        eos_token_ids=model.eos_token_ids,
+        overlap=_known(config.engine.overlap),
+        digest=config.control.digest,
+    )
+    loop = StepLoop(
+        ranks,
+        make_channel(ranks),
+        scheduler,
+        runner,
+        config.control,
+        overlap=_known(config.engine.overlap),
+        progress=progress,
+        link=frontend.link if frontend else None,
+        requested_phase=lambda: liveness.phase,
+        exchange_times=lambda: liveness.exchange_times,
+    )
+    board.gather("ready", True)
+    liveness.serve(config.control, frontend.link.wake if frontend else lambda: None)
+    if frontend:
+        frontend.link.set_state(ServiceState.READY)
+        _rank0_say_ready(frontend.url, info.name, config, time.monotonic() - started)
+    loop.run()
+    liveness.leave()
+    board.gather("stopped", True)
+    if ranks.rank == 0:
+        logger.info("stopped: all %d ranks have left the step loop after step %s", ranks.world_size, progress.step)
+
+
+def _known(value: T | None) -> T:
+    assert value is not None, "the config is resolved"
+    return value
+
+
+def _model_info(config: Config, model: ModelConfig, folder: Path) -> ModelInfo:
+    options, cache = config.model, config.cache
+    pool = cache.num_pages * _known(cache.page_size) if cache.num_pages else sys.maxsize
+    return ModelInfo(
+        name=options.served_model_name or Path(options.model).name,
+        folder=options.tokenizer or str(folder),
+        max_model_len=_known(options.max_model_len),
+        max_request_tokens=min(pool, _known(options.max_model_len)),
+        vocab_size=model.vocab_size,
+        eos_token_ids=model.eos_token_ids,
+        bos_token_id=model.bos_token_id,
+        generation_defaults=model.generation_defaults,
+        created=int(time.time()),
+    )
+
+
+def _rank0_say_ready(url: str, name: str, config: Config, seconds: float) -> None:
+    """One line on stdout with a curl that works, and the address file."""
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    key = " -H 'Authorization: Bearer '$SPMD_SERVE_API_KEY" if config.server.api_key else ""
+    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    print(f"spmd_serve: ready at {url} after {seconds:.1f} s; try: {curl}", flush=True)
+    if config.server.address_file:
+        path = Path(config.server.address_file)
+        partial = path.with_name(path.name + ".part")
+        partial.write_text(url + "\n")
+        partial.replace(path)
+
+
+def run() -> NoReturn:
+    """Run this rank and leave the process."""
+    code = main()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # All is torn down; what is left are library threads, and the interpreter's own way out may hang or abort on them.
+    os._exit(code)
+
+
+if __name__ == "__main__":
+    run()

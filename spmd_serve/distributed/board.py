@@ -1,0 +1,250 @@
+"""The blackboard of the job: what ranks tell each other outside of the step, in torchrun's key-value store.
+
+It carries start-up agreement (`share`, `gather`), failures (the first one counts) and requests to stop. Waiting on it
+ends as soon as a rank reports a failure, so nobody waits for a rank that will never come.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import pickle
+import time
+import uuid
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import TypeVar
+
+from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from spmd_serve.distributed.ranks import CONNECT_TIMEOUT_S, RankInfo
+from spmd_serve.errors import DistributedError, RankLostError
+
+logger = logging.getLogger(__name__)
+T = TypeVar("T")
+
+_POLL_S = 0.02
+_REMIND_S = 20.0  # a line about who is missing, this often
+_EPOCH = "spmd_serve/epoch"
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A rank as it registered. `ticket` tells this process from its predecessor before a restart."""
+
+    rank: int
+    world_size: int
+    node: int
+    hostname: str
+    pid: int
+    ticket: str
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} ({self.hostname})"
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why the job ends. The first one on the board counts.
+
+    Attributes:
+        rank: the rank at fault.
+        kind: "help" (no failure: there was nothing to run), "refused" (what the user asked for cannot be), "error" (an
+            exception), "lost" (the process is gone or does not answer) or "hangs" (it answers, but its step does not end).
+        message: one line, without the rank's name.
+    """
+
+    rank: int
+    hostname: str
+    kind: str
+    message: str
+
+    @property
+    def exit_code(self) -> int:
+        return {"help": 0, "refused": 2}.get(self.kind, 1)
+
+    def __str__(self) -> str:
+        verb = {"error": " failed", "lost": " is lost", "hangs": " hangs"}.get(self.kind, "")
+        return f"rank {self.rank} ({self.hostname}){verb}: {self.message}"
+
+
+class Board:
+    """The store, seen by one thread of one rank; `reopen` gives another thread its own connection.
+
+    Args:
+        store: private to this attempt of the job.
+        peers: every rank, in order.
+        connect: makes another connection to the same store.
+    """
+
+    def __init__(self, store: Store, ranks: RankInfo, peers: list[Peer], connect: Callable[[], Store]) -> None:
+        self.store = store
+        self.ranks = ranks
+        self.peers = peers
+        self._connect = connect
+
+    def reopen(self) -> Board:
+        """The same board on a connection of its own: calls on one connection wait for each other."""
+        return Board(self._connect(), self.ranks, self.peers, self._connect)
+
+    # ---- agreement -----------------------------------------------------------------------------------------------
+
+    def share(self, name: str, value: T | None = None) -> T:
+        """Rank 0's `value`, on every rank."""
+        if self.ranks.rank == 0:
+            _put(self.store, name, value)
+        self._wait({name: self.peers[0]})
+        shared: T = pickle.loads(self.store.get(name))
+        return shared
+
+    def gather(self, name: str, value: T) -> list[T]:
+        """Every rank's `value`, by rank, on every rank. Waits without limit for ranks that live."""
+        keys = {f"{name}/{peer.rank}": peer for peer in self.peers}
+        _put(self.store, f"{name}/{self.ranks.rank}", value)
+        self._wait(keys)
+        return [pickle.loads(self.store.get(key)) for key in keys]
+
+    def _wait(self, keys: dict[str, Peer]) -> None:
+        remind = time.monotonic() + _REMIND_S
+        while not self.store.check(list(keys)):
+            failure = self.failure()
+            if failure is not None:
+                raise RankLostError(str(failure))
+            if time.monotonic() > remind:
+                missing = [str(peer) for key, peer in keys.items() if not self.store.check([key])]
+                logger.info("waiting for %s (%s)", ", ".join(missing[:8]), next(iter(keys)).split("/")[0])
+                remind += _REMIND_S
+            time.sleep(_POLL_S)
+
+    # ---- failures and stop requests ------------------------------------------------------------------------------
+
+    def fail(self, failure: Failure) -> Failure:
+        """Report a failure; returns the one that counts, which may be another rank's."""
+        text = json.dumps(asdict(failure))
+        return Failure(**json.loads(self.store.compare_set("failure", "", text)))
+
+    def failure(self) -> Failure | None:
+        """The failure that ends the job, if there is one."""
+        if not self.store.check(["failure"]):
+            return None
+        return Failure(**json.loads(self.store.get("failure")))
+
+    def request_stop(self, level: int) -> None:
+        """Ask for a drain (1) or an immediate stop (2), from any rank."""
+        self.store.set(f"stop/{level}", "1")
+
+    def requested_stop(self) -> int:
+        """0: none; 1: drain; 2: at once."""
+        return 2 if self.store.check(["stop/2"]) else int(self.store.check(["stop/1"]))
+
+    def say_gone(self) -> None:
+        """This rank leaves; its silence from now on is no failure."""
+        self.store.set(f"gone/{self.ranks.rank}", "1")
+
+    def gone(self) -> set[int]:
+        """The ranks that have said so."""
+        return {peer.rank for peer in self.peers if self.store.check([f"gone/{peer.rank}"])}
+
+
+def _put(store: Store, key: str, value: object) -> None:
+    store.set(key, pickle.dumps(value))  # type: ignore[arg-type]  # bytes are fine; torch's stub says str
+
+
+# ---- opening it ---------------------------------------------------------------------------------------------------
+
+
+def open_board(ranks: RankInfo) -> Board:
+    """Connect to the store and meet all ranks of this attempt.
+
+    torchrun keeps one store over restarts, so each attempt works in a part of its own. Restart counts cannot name it, because
+    those of two hosts may differ: rank 0 draws a name, the others register under it with a ticket of their own, and rank 0
+    closes the list. A rank whose ticket is not on the list looks at an earlier attempt, and waits for the next name.
+
+    Raises:
+        DistributedError: the store cannot be reached, or ranks are missing, or disagree on how many there are.
+    """
+    if ranks.world_size == 1:
+        store = HashStore()
+        own = Peer(0, 1, 0, ranks.hostname, os.getpid(), "")
+        return Board(store, ranks, [own], lambda: store)
+
+    def connect() -> Store:
+        return TCPStore(
+            ranks.store_host,
+            ranks.store_port,
+            ranks.world_size,
+            is_master=ranks.rank == 0 and not ranks.agent_store,
+            timeout=timedelta(seconds=CONNECT_TIMEOUT_S),
+            wait_for_workers=False,
+            multi_tenant=True,
+        )
+
+    try:
+        root = connect()
+    except RuntimeError as exc:
+        raise DistributedError(
+            f"rank {ranks.rank} on host {ranks.hostname} cannot reach the job's store at {ranks.store_host}:{ranks.store_port} "
+            f"({str(exc).splitlines()[0]}); check the head node's name, its port and the firewall"
+        ) from exc
+    own = Peer(ranks.rank, ranks.world_size, ranks.node, ranks.hostname, os.getpid(), uuid.uuid4().hex)
+    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    epoch, peers = _call_roll(root, own, deadline) if ranks.rank == 0 else _answer_roll(root, own, deadline)
+
+    def connect_epoch() -> Store:
+        return PrefixStore(f"spmd_serve/{epoch}", connect())
+
+    return Board(PrefixStore(f"spmd_serve/{epoch}", root), ranks, peers, connect_epoch)
+
+
+def _call_roll(root: Store, own: Peer, deadline: float) -> tuple[str, list[Peer]]:
+    """Rank 0's part: a name for the attempt, and the list of those who came."""
+    epoch = own.ticket
+    came: dict[int, Peer] = {0: own}
+    problem = ""
+    root.set(_EPOCH, epoch)
+    while len(came) < own.world_size and not problem:
+        time.sleep(_POLL_S)
+        for rank in range(1, own.world_size):
+            if rank not in came and root.check([f"{epoch}/join/{rank}"]):
+                came[rank] = pickle.loads(root.get(f"{epoch}/join/{rank}"))
+                if came[rank].world_size != own.world_size:
+                    problem = (
+                        f"{came[rank]} was started with a world size of {came[rank].world_size} and {own} with one of "
+                        f"{own.world_size}; start every host with the same number of hosts and ranks"
+                    )
+        if time.monotonic() > deadline:
+            missing = sorted(set(range(own.world_size)) - set(came))
+            problem = (
+                f"rank {', '.join(map(str, missing))} of {own.world_size} did not come within {CONNECT_TIMEOUT_S:g} s (there are "
+                f"ranks from {', '.join(sorted({p.hostname for p in came.values()}))}); check that the other hosts run and "
+                "reach the head node"
+            )
+    peers = [came[rank] for rank in sorted(came)]
+    _put(root, f"{epoch}/roll", (peers, problem))
+    if problem:
+        raise DistributedError(problem)
+    return epoch, peers
+
+
+def _answer_roll(root: Store, own: Peer, deadline: float) -> tuple[str, list[Peer]]:
+    """A follower's part: register under each name that appears, until a list has this process on it."""
+    answered = ""
+    while True:
+        epoch = root.get(_EPOCH).decode() if root.check([_EPOCH]) else ""
+        if epoch != answered:
+            _put(root, f"{epoch}/join/{own.rank}", own)
+            answered = epoch
+        if epoch and root.check([f"{epoch}/roll"]):
+            peers, problem = pickle.loads(root.get(f"{epoch}/roll"))
+            if own in peers and problem:
+                raise RankLostError(problem)  # rank 0 says so
+            if own in peers:
+                return epoch, peers
+        if time.monotonic() > deadline + 2.0:  # rank 0 speaks first
+            raise DistributedError(
+                f"rank {own.rank} on host {own.hostname} did not hear from rank 0 within {CONNECT_TIMEOUT_S:g} s; check that the "
+                "head node runs the first ranks"
+            )
+        time.sleep(_POLL_S)

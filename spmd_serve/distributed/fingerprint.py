@@ -1,0 +1,94 @@
+"""The start-up fingerprint: ranks that do not run the same thing refuse to start, and say which rank, host and field."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import spmd_serve
+from spmd_serve.distributed.board import Board, Peer
+from spmd_serve.errors import FingerprintMismatchError
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+
+
+def software_fingerprint() -> dict[str, str]:
+    """Python, torch and the source text of this package."""
+    root = Path(spmd_serve.__file__).parent
+    return {
+        "python version": platform.python_version(),
+        "torch version": torch.__version__,
+        "spmd_serve source": _hash_files(
+            root, sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
+        ),
+    }
+
+
+def model_fingerprint(folder: Path, model: Any) -> dict[str, str]:
+    """Fields of the model's configuration (a dataclass), and the tokenizer's files in `folder`."""
+    prints = {f"model.{f.name}": repr(getattr(model, f.name)) for f in dataclasses.fields(model)}
+    for name in _TOKENIZER_FILES:
+        prints[name] = _hash_files(folder, [name])
+    return prints
+
+
+def options_fingerprint(config: Any) -> dict[str, str]:
+    """Every resolved option, by its flag."""
+    return {
+        "--" + option.name.replace("_", "-"): repr(getattr(getattr(config, section.name), option.name))
+        for section in dataclasses.fields(config)
+        for option in dataclasses.fields(getattr(config, section.name))
+    }
+
+
+def checkpoint_fingerprint(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
+    """Names and shapes of the checkpoint's tensors, and the sizes of its files."""
+    prints = {f"tensor {name}": "x".join(map(str, shape)) for name, shape in sorted(shapes.items())}
+    for path in sorted(folder.glob("*.safetensors")):
+        prints[path.name] = f"{path.stat().st_size} bytes"
+    return prints
+
+
+def agree(board: Board, what: str, own: Mapping[str, str]) -> None:
+    """Have all ranks compare their fingerprints; `what` names the occasion on the board. Called by every rank.
+
+    Hashes go first, because a checkpoint may have many tensors; only ranks that differ exchange the fields.
+
+    Raises:
+        FingerprintMismatchError: see `check_fingerprints`.
+    """
+    digest = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).hexdigest()
+    if len(set(board.gather(f"{what} hash", digest))) > 1:
+        check_fingerprints(board.gather(what, dict(own)), board.peers)
+
+
+def check_fingerprints(prints: Sequence[Mapping[str, str]], peers: Iterable[Peer]) -> None:
+    """Compare every rank's fingerprint with rank 0's.
+
+    Raises:
+        FingerprintMismatchError: names the first rank that differs, its host, and the first field with both values.
+    """
+    reference = prints[0]
+    for own, peer in zip(prints, peers, strict=True):
+        for field in [*reference, *(name for name in own if name not in reference)]:
+            if own.get(field) != reference.get(field):
+                raise FingerprintMismatchError(
+                    f"{peer} does not run the same as rank 0: {field} is {own.get(field, 'missing')} there and "
+                    f"{reference.get(field, 'missing')} on rank 0; install the same software and the same model on every host"
+                )
+
+
+def _hash_files(root: Path, names: Iterable[str]) -> str:
+    digest = hashlib.sha256()
+    for name in names:
+        path = root / name
+        digest.update(name.encode() + b"\0")
+        digest.update(path.read_bytes() if path.is_file() else b"(missing)")
+    return digest.hexdigest()[:16]

@@ -1,0 +1,204 @@
+"""Who this process is among the ranks, and the process group that they share."""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import os
+import signal
+import socket
+import struct
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import TYPE_CHECKING
+
+from spmd_serve.errors import ConfigError, DistributedError
+
+if TYPE_CHECKING:
+    from torch.distributed import Store  # type: ignore[attr-defined]
+
+CONNECT_TIMEOUT_S = 20.0  # to reach the store, to hear from every rank, and to connect the ranks: each
+
+
+@dataclass(frozen=True)
+class RankInfo:
+    """This process's place in the job, as torchrun put it into the environment.
+
+    Attributes:
+        store_host, store_port: the key-value store of the job ("" when there is one rank).
+        agent_store: torchrun's agent hosts the store; otherwise rank 0 does.
+        under_agent: torchrun started this process.
+    """
+
+    rank: int = 0
+    world_size: int = 1
+    local_rank: int = 0
+    local_world_size: int = 1
+    hostname: str = ""
+    store_host: str = ""
+    store_port: int = 0
+    agent_store: bool = False
+    under_agent: bool = False
+
+    @property
+    def node(self) -> int:
+        """The first rank of this rank's host; names the host among the ranks."""
+        return self.rank - self.local_rank
+
+    @property
+    def one_host(self) -> bool:
+        return self.world_size == self.local_world_size
+
+
+def rank_info(environ: Mapping[str, str]) -> RankInfo:
+    """Read torchrun's variables; without RANK and WORLD_SIZE this is the only rank.
+
+    Raises:
+        ConfigError: variables that are missing, no numbers, or contradictory.
+    """
+    hostname = socket.gethostname()
+    if "RANK" not in environ and "WORLD_SIZE" not in environ:
+        return RankInfo(hostname=hostname)
+
+    def number(name: str, default: str | None = None) -> int:
+        text = environ.get(name, default)
+        if text is None or not text.isdigit():
+            raise ConfigError(
+                f"the environment variable {name} is {text!r}, not a number; start the ranks with torchrun"
+            )
+        return int(text)
+
+    world_size = number("WORLD_SIZE")
+    info = RankInfo(
+        rank=number("RANK"),
+        world_size=world_size,
+        local_rank=number("LOCAL_RANK", environ.get("RANK")),
+        local_world_size=number("LOCAL_WORLD_SIZE", environ.get("WORLD_SIZE")),
+        hostname=hostname,
+        store_host=environ.get("MASTER_ADDR", "") if world_size > 1 else "",
+        store_port=number("MASTER_PORT") if world_size > 1 else 0,
+        agent_store=environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+        under_agent="TORCHELASTIC_RUN_ID" in environ,
+    )
+    if not (info.rank < info.world_size and info.local_rank < info.local_world_size <= info.world_size):
+        raise ConfigError(
+            f"RANK {info.rank} of WORLD_SIZE {info.world_size} with LOCAL_RANK {info.local_rank} of LOCAL_WORLD_SIZE "
+            f"{info.local_world_size} is no place among ranks; start them with torchrun"
+        )
+    if world_size > 1 and not info.store_host:
+        raise ConfigError("MASTER_ADDR is not set; start the ranks with torchrun")
+    return info
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when torchrun's agent dies, or it stays behind as an orphan (Linux)."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None, use_errno=True).prctl(pr_set_pdeathsig, signal.SIGKILL, 0, 0, 0)
+
+
+def threads_per_rank(ranks: RankInfo) -> int:
+    """CPU threads for each rank of this host, when its ranks share the cores that they may run on."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // ranks.local_world_size)
+
+
+# ---- the network interface of gloo --------------------------------------------------------------------------------
+
+
+def interfaces() -> dict[str, str]:
+    """Name -> IPv4 address of the interfaces that have one (Linux)."""
+    found = {}
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            siocgifaddr = 0x8915
+            try:
+                answer = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", name.encode()[:15]))
+            except OSError:
+                continue  # no address
+            found[name] = socket.inet_ntoa(answer[20:24])
+    return found
+
+
+def choose_interface(ranks: RankInfo, own: Mapping[str, str], towards_head: str | None) -> str | None:
+    """The interface by which the other ranks can reach this one, or None to leave the choice to gloo.
+
+    gloo takes the address that the host's own name resolves to, which is 127.0.1.1 on many machines.
+
+    Args:
+        own: name -> address of this host's interfaces.
+        towards_head: this host's address on the way to the head node, None when it is not known.
+
+    Raises:
+        ConfigError: there are several hosts and several interfaces, and none is the right one for sure.
+    """
+    outside = {name: address for name, address in own.items() if not address.startswith("127.")}
+    if ranks.one_host:
+        loopback = [name for name in own if name not in outside]
+        return loopback[0] if loopback else None
+    for name, address in outside.items():
+        if address == towards_head:
+            return name
+    if len(outside) == 1:
+        return next(iter(outside))
+    raise ConfigError(
+        f"the name of host {ranks.hostname} or of the head node {ranks.store_host} resolves to a loopback address, so the "
+        "other hosts cannot reach this one; set GLOO_SOCKET_IFNAME to the interface that they share (this host has "
+        + (", ".join(f"{n} {a}" for n, a in outside.items()) or "none but loopback")
+        + ")"
+    )
+
+
+def address_towards(host: str, port: int) -> str | None:
+    """This host's own address on the route to `host`; sends nothing. None when the name or the route is unknown."""
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, port))
+            return str(probe.getsockname()[0])
+    except OSError:
+        return None
+
+
+# ---- process group ------------------------------------------------------------------------------------------------
+
+
+def join_group(ranks: RankInfo, store: Store | None, timeout_s: float) -> None:
+    """Make the default process group (gloo, for control) of all ranks; nothing with one rank. Collective.
+
+    Args:
+        store: of this attempt only: addresses of an earlier attempt would make the connection fail. None takes torchrun's own,
+            for jobs that are not restarted.
+        timeout_s: how long one exchange may wait.
+
+    Raises:
+        DistributedError: the ranks cannot connect to each other.
+    """
+    if ranks.world_size == 1:
+        return
+    import torch.distributed as dist  # here, because it takes seconds, and --help or a typing error does not need it
+
+    if "GLOO_SOCKET_IFNAME" not in os.environ:
+        name = choose_interface(ranks, interfaces(), address_towards(ranks.store_host, ranks.store_port))
+        if name is not None:
+            os.environ["GLOO_SOCKET_IFNAME"] = name
+    try:
+        dist.init_process_group(
+            "gloo", store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(seconds=timeout_s)
+        )
+    except RuntimeError as exc:
+        have = ", ".join(f"{name} {address}" for name, address in interfaces().items())
+        raise DistributedError(
+            f"the ranks cannot connect to each other ({str(exc).splitlines()[0]}); on host {ranks.hostname} gloo used the "
+            f"interface {os.environ.get('GLOO_SOCKET_IFNAME', '(by host name)')}: set GLOO_SOCKET_IFNAME to the one that the "
+            f"hosts share (this host has {have}) and check the firewall between them"
+        ) from exc
+
+
+def leave_group() -> None:
+    """Close the connections to the other ranks; may be called on every way out."""
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.destroy_process_group()

@@ -1,0 +1,205 @@
+"""The step loop: the same on every rank, in lock step. It reads like the list in the README; rank 0's own parts are named so."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from spmd_serve.config import ControlOptions
+from spmd_serve.distributed.channel import StepChannel
+from spmd_serve.distributed.liveness import Progress
+from spmd_serve.distributed.ranks import RankInfo
+from spmd_serve.errors import RankDivergenceError
+from spmd_serve.scheduler.digest import first_difference
+from spmd_serve.scheduler.scheduler import Scheduler
+from spmd_serve.types import (
+    Abort,
+    Request,
+    ScheduledBatch,
+    ServicePhase,
+    ServiceState,
+    StepInput,
+    StepOutput,
+    StepTokens,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_FREE_STEPS = 32
+
+
+class PendingStep(Protocol):
+    """A launched step."""
+
+    def wait(self) -> StepTokens: ...
+
+
+class Runner(Protocol):
+    """What the loop needs of the engine."""
+
+    def launch(self, batch: ScheduledBatch) -> PendingStep: ...
+
+
+class Link(Protocol):
+    """What rank 0's loop needs of the side that the requests come from."""
+
+    def drain(self) -> tuple[list[Request], list[Abort]]: ...
+    def wait(self, timeout_s: float) -> bool: ...
+    def publish(self, output: StepOutput) -> None: ...
+    def set_state(self, state: ServiceState, reason: str = "") -> None: ...
+
+
+class StepLoop:
+    """Runs steps until rank 0 announces the stop.
+
+    Args:
+        link: rank 0's requests and outputs; None on the others.
+        requested_phase: what signals ask for; read on rank 0 only.
+        exchange_times: per rank, for the statistics; read on rank 0 only.
+        overlap: keep one step in flight while the next one is prepared.
+    """
+
+    def __init__(
+        self,
+        ranks: RankInfo,
+        channel: StepChannel,
+        scheduler: Scheduler,
+        runner: Runner,
+        control: ControlOptions,
+        *,
+        overlap: bool,
+        progress: Progress,
+        link: Link | None,
+        requested_phase: Callable[[], ServicePhase] = lambda: ServicePhase.RUN,
+        exchange_times: Callable[[], tuple[float, ...]] = tuple,
+    ) -> None:
+        assert (link is not None) == (ranks.rank == 0)
+        self._ranks = ranks
+        self._channel = channel
+        self._scheduler = scheduler
+        self._runner = runner
+        self._control = control
+        self._depth = 1 if overlap else 0
+        self._progress = progress
+        self._link = link
+        self._requested_phase = requested_phase
+        self._exchange_times = exchange_times
+        self._step = 0
+        self._phase = ServicePhase.RUN
+        self._drain_deadline = 0.0
+        self._step_time = 0.0  # of rank 0's decode steps, smoothed; 0 is unknown
+
+    def run(self, *, until_idle: bool = False) -> None:
+        """Steps until the stop, or (offline use) until every request has ended. Every rank returns from the same step.
+
+        Raises:
+            RankDivergenceError: this rank decided otherwise than rank 0.
+            RankLostError, ControlTimeoutError: from the exchange.
+        """
+        scheduler, link = self._scheduler, self._link
+        in_flight: deque[tuple[ScheduledBatch, PendingStep]] = deque()
+        free_steps = 0  # steps to run before the next exchange, the same on all ranks
+        while self._phase is not ServicePhase.STOP or in_flight:
+            if free_steps > 0 and scheduler.has_work:
+                free_steps -= 1
+                self._progress.begin(self._step)
+            else:
+                step_input = self._exchange()  # collective: all ranks, for the same steps
+                self._check_digest(step_input)
+                scheduler.apply(step_input)
+                self._phase = step_input.phase
+                free_steps = step_input.free_steps
+            began = time.monotonic()
+            batch = scheduler.schedule()
+            self._step += 1
+            if batch is not None:
+                in_flight.append((batch, self._runner.launch(batch)))  # tensor collectives: all ranks, the same batch
+            if in_flight and (len(in_flight) > self._depth or batch is None):
+                done, pending = in_flight.popleft()
+                scheduler.commit(done, pending.wait())
+            output = scheduler.take_output()
+            if link is not None:
+                self._rank0_publish(link, output, began)
+            if until_idle and not scheduler.has_work:
+                return
+
+    def _exchange(self) -> StepInput:
+        step_input = None
+        if self._link is not None:
+            step_input = self._rank0_input(self._link)
+            self._progress.begin(self._step)
+        else:
+            self._progress.idle()
+        began = time.monotonic()
+        received = self._channel.exchange(step_input)  # collective: all ranks
+        self._progress.exchange_s = time.monotonic() - began
+        self._progress.begin(self._step)
+        assert received.step == self._step, (
+            f"rank 0 is at step {received.step}, rank {self._ranks.rank} at {self._step}"
+        )
+        return received
+
+    def _check_digest(self, step_input: StepInput) -> None:
+        """Compare rank 0's decisions, up to the last committed step, with this rank's."""
+        if step_input.digest is None:
+            return
+        field = first_difference(self._scheduler.digest, step_input.digest)
+        if field is not None:
+            raise RankDivergenceError(
+                f"rank {self._ranks.rank} ({self._ranks.hostname}) decided otherwise than rank 0 by step "
+                f"{step_input.digest.step}: first difference in {field} ({getattr(self._scheduler.digest, field)} here, "
+                f"{getattr(step_input.digest, field)} on rank 0)"
+            )
+
+    # ---- rank 0 --------------------------------------------------------------------------------------------------
+
+    def _rank0_input(self, link: Link) -> StepInput:
+        """The next step's input: waits while there is nothing to do, at most for the heartbeat interval."""
+        scheduler = self._scheduler
+        if not scheduler.has_work and self._requested_phase() is self._phase:
+            self._progress.idle()
+            link.wait(self._control.heartbeat_interval)
+        arrivals, aborts = link.drain()
+        phase = self._rank0_phase(link, idle=not scheduler.has_work and not arrivals)
+        quiet = not arrivals and not aborts and phase is ServicePhase.RUN
+        return StepInput(
+            step=self._step,
+            now=time.monotonic(),
+            arrivals=tuple(arrivals),
+            aborts=tuple(aborts),
+            phase=phase,
+            free_steps=self._rank0_free_steps() if quiet and scheduler.is_pure_decode else 0,
+            digest=scheduler.digest if self._control.digest != "off" else None,
+        )
+
+    def _rank0_free_steps(self) -> int:
+        """Decode steps that fit into the latency that an arrival may wait; rank 0's measurement decides for all."""
+        if self._step_time == 0.0 or self._ranks.world_size == 1:
+            return 0
+        return min(MAX_FREE_STEPS, int(self._control.sync_latency / self._step_time))
+
+    def _rank0_phase(self, link: Link, idle: bool) -> ServicePhase:
+        """RUN; after a stop request DRAIN until nothing runs or time is up; then STOP."""
+        now = time.monotonic()
+        requested = self._requested_phase()
+        if self._phase is ServicePhase.RUN and requested is not ServicePhase.RUN:
+            self._drain_deadline = now + self._control.drain_timeout
+            link.set_state(ServiceState.DRAINING, "the server is shutting down")
+            logger.info("stop requested: no new requests, %g s for the running ones", self._control.drain_timeout)
+        elif self._phase is ServicePhase.RUN:
+            return ServicePhase.RUN
+        if idle or requested is ServicePhase.STOP or now >= self._drain_deadline:
+            return ServicePhase.STOP
+        return ServicePhase.DRAIN
+
+    def _rank0_publish(self, link: Link, output: StepOutput, began: float) -> None:
+        """Hand out what the step produced, with statistics."""
+        took = time.monotonic() - began
+        if self._scheduler.is_pure_decode:
+            self._step_time = took if self._step_time == 0.0 else 0.8 * self._step_time + 0.2 * took
+        output.stats = replace(self._scheduler.stats(), step_time=took, exchange_time=self._progress.exchange_s)
+        link.publish(output)
