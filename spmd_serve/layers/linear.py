@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
+
+from spmd_serve.kernels.linear import Norm, linear
+from spmd_serve.layers.norm import RMSNorm
 
 
 class Linear:
@@ -21,6 +23,18 @@ class Linear:
         self.weight = torch.zeros(out_features, in_features, dtype=dtype, device=device)
         self.bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, in] -> [tokens, out]."""
-        return F.linear(x, self.weight, self.bias)
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        activation: str | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """residual + activation(norm(x) @ weight.T + bias); x: [tokens, in] -> [tokens, out].
+
+        activation (silu or gelu_tanh) is the gated one and halves the output. `residual` is updated in place and
+        returned. One kernel where that pays, several elsewhere.
+        """
+        before = None if norm is None else Norm(norm.scale, norm.eps)
+        return linear(x, self.weight, bias=self.bias, norm=before, activation=activation, residual=residual)

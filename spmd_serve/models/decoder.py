@@ -15,7 +15,6 @@ from torch import Tensor
 from spmd_serve.attention.base import AttentionBackend, AttentionSpec
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import Partition
-from spmd_serve.kernels.activation import gated_activation
 from spmd_serve.kernels.rope_cache import rope_and_cache
 from spmd_serve.layers.embedding import Embedding
 from spmd_serve.layers.linear import Linear
@@ -25,6 +24,7 @@ from spmd_serve.models.model_config import LayerSpec, ModelConfig
 from spmd_serve.models.weights import WeightPiece
 
 KVLayers = list[tuple[Tensor, Tensor]]
+Pair = tuple[Tensor, Tensor]
 
 
 @dataclass(frozen=True)
@@ -80,14 +80,23 @@ class Attention:
         self.q_norm = ctx.norm(model.head_dim) if model.qk_norm == "head" else None
         self.k_norm = ctx.norm(model.head_dim) if model.qk_norm == "head" else None
 
-    def __call__(self, x: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
-        """x: [tokens, hidden] -> this rank's partial sum, [tokens, hidden]."""
+    def __call__(
+        self,
+        x: Tensor,
+        step: StepTensors,
+        kv: Pair,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+    ) -> Tensor:
+        """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given."""
         if self._q_heads == 0:
             return torch.zeros_like(x)
-        qkv = self.qkv(x)
+        k_cache, v_cache = kv
+        qkv = self.qkv(x, norm=norm)
         q = self._cache_gpu(qkv, step, k_cache, v_cache) if qkv.is_cuda else self._cache(qkv, step, k_cache, v_cache)
         out = self._ctx.attention.attend(q, k_cache, v_cache, self._spec)
-        return self.o(out.view(x.shape[0], -1))
+        return self.o(out.view(x.shape[0], -1), residual=residual)
 
     def _cache(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """QK-norm, rotation, K and V into the cache; returns q, [tokens, q_heads, head_dim]."""
@@ -158,9 +167,9 @@ class MLP:
         self.gate_up = ctx.linear(model.hidden_size, 2 * len(columns), bias=model.mlp_bias)
         self.down = ctx.linear(len(columns), model.hidden_size, bias=model.mlp_bias and ctx.partition.rank == 0)
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """x: [tokens, hidden] -> this rank's partial sum, [tokens, hidden]."""
-        return self.down(gated_activation(self.gate_up(x), self._ctx.model.activation))
+    def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
+        """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given."""
+        return self.down(self.gate_up(x, norm=norm, activation=self._ctx.model.activation), residual=residual)
 
     def pieces(self) -> Iterator[WeightPiece]:
         model, columns = self._ctx.model, self._ctx.partition.ffn
@@ -201,13 +210,11 @@ class DecoderLayer:
         self.attention_post = ctx.norm(hidden) if model.post_norms else None
         self.mlp_post = ctx.norm(hidden) if model.post_norms else None
 
-    def __call__(
-        self, x: Tensor, residual: Tensor | None, step: StepTensors, k_cache: Tensor, v_cache: Tensor
-    ) -> tuple[Tensor, Tensor]:
+    def __call__(self, x: Tensor, residual: Tensor | None, step: StepTensors, kv: Pair) -> Pair:
         """x: the last block's output, not yet added to residual. Returns the same pair. Collective (twice)."""
         comm = self._ctx.comm
         x, residual = _add_norm(x, residual, self.attention_pre)
-        x = comm.all_reduce_(self.attention(x, step, k_cache, v_cache))
+        x = comm.all_reduce_(self.attention(x, step, kv))
         if self.attention_post is not None:
             x = self.attention_post(x)
         x, residual = _add_norm(x, residual, self.mlp_pre)
@@ -215,6 +222,16 @@ class DecoderLayer:
         if self.mlp_post is not None:
             x = self.mlp_post(x)
         return x, residual
+
+    @property
+    def can_accumulate(self) -> bool:
+        """Whether nothing stands between a block's output and the residual stream."""
+        return self._ctx.comm.world_size == 1 and self.attention_pre is not None and self.attention_post is None
+
+    def accumulate_(self, stream: Tensor, step: StepTensors, kv: Pair) -> None:
+        """The layer with norms and residual adds inside the linear layers' kernels; updates the residual stream."""
+        self.attention(stream, step, kv, norm=self.attention_pre, residual=stream)
+        self.mlp(stream, norm=self.mlp_pre, residual=stream)
 
     def pieces(self) -> Iterator[WeightPiece]:
         yield from self.attention.pieces()
@@ -259,11 +276,14 @@ class Decoder:
         x = self.embedding(tokens)
         if self._ctx.model.embed_scale != 1.0:
             x = x * self._embed_scale
+        if self.layers[0].can_accumulate:
+            for layer, caches in zip(self.layers, kv, strict=True):
+                layer.accumulate_(x, step, caches)
+            return self.norm(x)
         residual: Tensor | None = None
-        for layer, (k_cache, v_cache) in zip(self.layers, kv, strict=True):
-            x, residual = layer(x, residual, step, k_cache, v_cache)
-        x, _ = _add_norm(x, residual, self.norm)
-        return x
+        for layer, caches in zip(self.layers, kv, strict=True):
+            x, residual = layer(x, residual, step, caches)
+        return _add_norm(x, residual, self.norm)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] -> float32 [rows, vocabulary rows of this rank]."""
@@ -284,7 +304,7 @@ class Decoder:
             yield WeightPiece(self.lm_head.weight, "lm_head.weight", (rows,), shape)
 
 
-def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
+def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> Pair:
     """(norm(x + residual), x + residual); without a norm the sum itself stands for both."""
     if residual is None:
         return (x if norm is None else norm(x)), x

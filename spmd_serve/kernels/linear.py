@@ -1,0 +1,76 @@
+"""Linear layers with what comes before and after them, for few tokens, where the weights' bytes are the cost.
+
+A product with M tokens reads each weight once: below some tens of tokens its time is that of the bytes, and a general
+matrix library leaves much of the bandwidth unused on small matrices. The GPU kernels here keep enough loads in flight
+and take in the RMSNorm before, and the gated activation, bias or residual add after, so that fewer kernels run.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from spmd_serve.kernels.activation import gated_activation
+from spmd_serve.kernels.norm import rms_norm
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm of the input: x / rms(x) * scale. scale: [in]."""
+
+    scale: Tensor
+    eps: float
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    *,
+    bias: Tensor | None = None,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """residual + activation(norm(x) @ weight.T + bias), where each of the four may be left out.
+
+    Args:
+        x: [tokens, in], rows may be strided. dtypes of all tensors are equal.
+        weight: [out, in], contiguous.
+        bias: [out].
+        activation: silu or gelu_tanh: the gated one, act(gate) * up; the first half of weight's rows is the gate.
+        residual: [tokens, out], contiguous; updated in place and returned. Not together with activation.
+
+    Returns:
+        [tokens, out], or [tokens, out / 2] with an activation.
+    """
+    assert residual is None or activation is None
+    if x.is_cuda and x.dtype == torch.bfloat16:
+        from spmd_serve.kernels.gpu import linear as gpu
+
+        scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
+        fused = gpu.skinny_linear(x, weight, bias, scale, eps, activation, residual)
+        if fused is not None:
+            return fused
+    return linear_torch(x, weight, bias, norm, activation, residual)
+
+
+def linear_torch(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    norm: Norm | None,
+    activation: str | None,
+    residual: Tensor | None,
+) -> Tensor:
+    """`linear` by the matrix library: the path for many tokens, and the reference."""
+    if norm is not None:
+        x = rms_norm(x, norm.scale, norm.eps)
+    if residual is not None and bias is None:
+        return residual.addmm_(x, weight.t())
+    out = F.linear(x, weight, bias)
+    if activation is not None:
+        return gated_activation(out, activation)
+    return out if residual is None else residual.add_(out)
