@@ -176,14 +176,10 @@ def _serve(
     """Build everything, then run steps until the stop. What must be undone on every way out goes onto `stack`."""
     import torch
 
+    from spmd_serve.assembly import assemble, make_plan
     from spmd_serve.distributed.channel import make_channel
-    from spmd_serve.distributed.collectives import Communicator
     from spmd_serve.distributed.fingerprint import agree, model_fingerprint, options_fingerprint, software_fingerprint
-    from spmd_serve.engine.build import build_runner, count_pages, pick_device, resolve_config
     from spmd_serve.frontend.server import start_frontend
-    from spmd_serve.models.registry import load_model_config
-    from spmd_serve.models.resolve import resolve_model
-    from spmd_serve.scheduler.scheduler import Scheduler
     from spmd_serve.step_loop import StepLoop
 
     started = time.monotonic()
@@ -191,10 +187,8 @@ def _serve(
     torch.set_num_threads(config.engine.threads or threads_per_rank(ranks))
     join_group(ranks, board.store, config.control.control_timeout)
     agree(board, "software", software_fingerprint())
-    folder = resolve_model(config.model, ranks)
-    model = load_model_config(folder)
-    device = pick_device(config.engine.device, ranks.local_rank)
-    config = resolve_config(config, model, device)
+    plan = make_plan(config, ranks)
+    config, model, folder = plan.config, plan.model, plan.folder
     agree(board, "model", model_fingerprint(folder, model) | options_fingerprint(config))
 
     frontend = None
@@ -206,26 +200,12 @@ def _serve(
         stack.callback(frontend.stop, FRONTEND_STOP_S)
         liveness.on_failure = lambda reason: frontend.link.set_state(ServiceState.FAILED, reason)
 
-    comm = Communicator.create(ranks.rank, ranks.world_size, device)
-    runner = build_runner(config, model, folder, comm, device)
-    num_pages = count_pages(config, model, comm, device)
-    runner.allocate(num_pages)
-    scheduler = Scheduler(
-        config.scheduler,
-        page_size=_known(config.cache.page_size),
-        num_pages=num_pages,
-        prefix_cache=config.cache.prefix_cache,
-        max_batch_tokens=_known(config.scheduler.max_batch_tokens),
-        max_model_len=_known(config.model.max_model_len),
-        eos_token_ids=model.eos_token_ids,
-        overlap=_known(config.engine.overlap),
-        digest=config.control.digest,
-    )
+    assembly = assemble(plan, ranks)
     loop = StepLoop(
         ranks,
         make_channel(ranks),
-        scheduler,
-        runner,
+        assembly.scheduler,
+        assembly.runner,
         config.control,
         overlap=_known(config.engine.overlap),
         progress=progress,

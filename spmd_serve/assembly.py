@@ -54,7 +54,7 @@ def assemble(plan: Plan, ranks: RankInfo) -> Assembly:
     config, model = plan.config, plan.model
     comm = Communicator.create(ranks.rank, ranks.world_size, plan.device)
     runner = build_runner(config, model, plan.folder, comm, plan.device)
-    num_pages = count_pages(config, model, comm, plan.device)
+    num_pages = count_pages(config, model, runner, comm, plan.device)
     runner.allocate(num_pages, cuda_graphs=config.engine.cuda_graphs)
     return Assembly(plan, runner, make_scheduler(config, model, num_pages), num_pages)
 

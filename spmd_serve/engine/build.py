@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -121,8 +122,14 @@ def build_runner(
     return ModelRunner(model, partition, decoder, attention, comm, limits, folder, dtype, device)
 
 
-def count_pages(config: Config, model: ModelConfig, comm: Communicator, device: torch.device) -> int:
-    """Pages that all ranks can hold: the minimum over ranks. Collective."""
+def count_pages(
+    config: Config, model: ModelConfig, runner: ModelRunner, comm: Communicator, device: torch.device
+) -> int:
+    """Pages that all ranks can hold: the minimum over ranks. On a GPU, what is left after the largest step. Collective.
+
+    Raises:
+        ConfigError: not one page fits.
+    """
     cache = config.cache
     assert cache.page_size is not None
     if cache.num_pages is not None:
@@ -139,7 +146,7 @@ def count_pages(config: Config, model: ModelConfig, comm: Communicator, device: 
     per_page = KVCache.bytes_per_page(model, max(len(partition.kv_heads), 1), cache.page_size, dtype)
     memory = cache.kv_memory
     if memory is None:
-        memory = _free_gpu_memory(cache.gpu_memory_utilization) if device.type == "cuda" else _CPU_KV_MEMORY
+        memory = _free_gpu_memory(cache.gpu_memory_utilization, runner) if device.type == "cuda" else _CPU_KV_MEMORY
     pages = torch.tensor(memory // per_page, dtype=torch.int64, device=device)
     count = int(comm.all_reduce_min_(pages))
     if count < 1:
@@ -150,12 +157,14 @@ def count_pages(config: Config, model: ModelConfig, comm: Communicator, device: 
     return count
 
 
-def _free_gpu_memory(utilization: float) -> int:
+def _free_gpu_memory(utilization: float, runner: ModelRunner) -> int:
+    activations = runner.measure_activations()
+    torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    return max(int(free - (1 - utilization) * total), 0)
+    return max(int(free - (1 - utilization) * total) - activations, 0)
 
 
-def _is_unused(model: ModelConfig):  # type: ignore[no-untyped-def]
+def _is_unused(model: ModelConfig) -> Callable[[str], bool]:
     """Checkpoint names that may be left over: buffers that are computed, and the LM head of a tied model."""
 
     def ignore(name: str) -> bool:

@@ -28,6 +28,10 @@ class KVCache:
             (self._data[i, 0], self._data[i, 1]) for i in range(model.num_layers)
         ]
 
+    @property
+    def nbytes(self) -> int:
+        return self._data.nbytes
+
     @staticmethod
     def bytes_per_page(model: ModelConfig, kv_heads: int, page_size: int, dtype: torch.dtype) -> int:
         return 2 * model.num_layers * page_size * kv_heads * model.head_dim * dtype.itemsize

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,9 +22,10 @@ from spmd_serve.engine.logprobs import LogprobTensors, token_logprobs
 from spmd_serve.engine.row_extras import RowExtras
 from spmd_serve.engine.row_table import RowTable
 from spmd_serve.engine.sampler import Sampler
+from spmd_serve.errors import DeviceMemoryError
 from spmd_serve.models.decoder import Decoder
 from spmd_serve.models.model_config import ModelConfig
-from spmd_serve.types import SamplingParams, ScheduledBatch, StepTokens, TokenLogprobs
+from spmd_serve.types import NewRow, PrefillChunk, SamplingParams, ScheduledBatch, StepTokens, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -87,8 +89,7 @@ class ModelRunner:
 
     def allocate(self, num_pages: int, *, cuda_graphs: bool = False) -> None:
         """Allocate the KV pool and capture the decode steps. Collective."""
-        kv_heads = len(self._partition.kv_heads)
-        self._kv = KVCache(self._model, kv_heads, num_pages, self._limits.page_size, self._dtype, self._device)
+        self._kv = self._make_kv(num_pages)
         if cuda_graphs:
             sizes = graph_sizes(min(self._limits.max_num_seqs, self._limits.max_batch_tokens))
             padding = self._rows.padding_slot
@@ -98,12 +99,55 @@ class ModelRunner:
             self._graphs = graphs
 
     @torch.inference_mode()
+    def measure_activations(self) -> int:
+        """Bytes that the largest step needs beside weights and KV pool, on a GPU: run it once on a pool of its own.
+
+        Call before `allocate`. Collective.
+        """
+        limits, device = self._limits, self._device
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        per_row = min(limits.max_model_len, limits.max_batch_tokens)
+        counts = [per_row] * (limits.max_batch_tokens // per_row)
+        counts = counts[: limits.max_num_seqs]
+        pages = [-(-count // limits.page_size) for count in counts]
+        self._kv = self._make_kv(sum(pages))
+        batch = ScheduledBatch(0, [])
+        for slot, (count, needed) in enumerate(zip(counts, pages, strict=True)):
+            tokens = array("i", [0]) * count
+            batch.new_rows.append(
+                NewRow(slot, slot, SamplingParams(max_tokens=1, temperature=1.0), tokens, count, count, 0)
+            )
+            first = sum(pages[:slot])
+            batch.page_writes.append((slot, 0, list(range(first, first + needed))))
+            batch.chunks.append(PrefillChunk(slot, 0, tokens, True))
+        self.launch(batch).wait()
+        pool = self._kv.nbytes
+        self._kv = None
+        logits = 4 * limits.max_num_seqs * len(self._partition.vocab)
+        return torch.cuda.max_memory_allocated(device) - before - pool + 2 * logits
+
+    @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
-        """Start a step. Collective: every rank launches the same batch."""
+        """Start a step. Collective: every rank launches the same batch.
+
+        Raises:
+            DeviceMemoryError: the step does not fit beside the weights and the pool.
+        """
         self._admit(batch)
-        if self._graphs is not None and not batch.chunks and self._graphs.fits(len(batch.decode_slots)):
-            return self._launch_graph(self._graphs, batch.decode_slots)
-        return self._launch_eager(batch)
+        try:
+            if self._graphs is not None and not batch.chunks and self._graphs.fits(len(batch.decode_slots)):
+                return self._launch_graph(self._graphs, batch.decode_slots)
+            return self._launch_eager(batch)
+        except torch.OutOfMemoryError as exc:
+            raise DeviceMemoryError(
+                f"out of device memory in a step of {batch.num_tokens} tokens ({str(exc).splitlines()[0]}): give a smaller "
+                "--gpu-memory-utilization, or smaller steps by --max-batch-tokens"
+            ) from exc
+
+    def _make_kv(self, num_pages: int) -> KVCache:
+        kv_heads = len(self._partition.kv_heads)
+        return KVCache(self._model, kv_heads, num_pages, self._limits.page_size, self._dtype, self._device)
 
     def _admit(self, batch: ScheduledBatch) -> None:
         rows = self._rows
