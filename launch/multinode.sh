@@ -97,15 +97,9 @@ done
 [[ $node_rank =~ ^[0-9]+$ ]] || die "--node-rank is '$node_rank'; it is 0 on the head and 1, 2, ... on the other nodes"
 
 ensure_python
-found=$("$PYTHON" "$ROOT/launch/preflight.py" --head "$head" --port "$port" --nnodes "$nnodes" --node-rank "$node_rank" \
-    --wait "$wait_seconds" ${interface:+--interface "$interface"}) || exit 1
-head_address=$(sed -n 's/^HEAD_ADDRESS=//p' <<<"$found")
-interface=$(sed -n 's/^INTERFACE=//p' <<<"$found")
-if [ -n "$interface" ]; then
-    # Without these, gloo binds to whatever the host's own name resolves to (often 127.0.1.1), and NCCL to its own guess.
-    export GLOO_SOCKET_IFNAME=${GLOO_SOCKET_IFNAME:-$interface}
-    export NCCL_SOCKET_IFNAME=${NCCL_SOCKET_IFNAME:-=$interface}
-fi
+if [ -n "$interface" ]; then export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME="=$interface"; fi
+head_address=$("$PYTHON" "$ROOT/launch/preflight.py" --head "$head" --port "$port" --nnodes "$nnodes" \
+    --node-rank "$node_rank" --wait "$wait_seconds" --interface "${GLOO_SOCKET_IFNAME:-}") || exit 1
 if [ -n "$check_only" ]; then exit 0; fi
 
 # Static rendezvous: node ranks are the given ones, so that rank 0 is on the head (c10d would sort hosts by name).

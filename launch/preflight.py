@@ -2,19 +2,17 @@
 
 Run by multinode.sh on every node (standard library only: it also works before anything is installed). Each node checks
 its names, address, interface and port; then the nodes say hello to the head on torchrun's own port, which shows that the
-port is reachable and that all were started alike. Prints shell assignments for multinode.sh; exits 1 with one line else.
+port is reachable and that all were started alike. Prints the head's
+address; exits 1 with one line of error else.
 """
 
 from __future__ import annotations
 
 import argparse
 import errno
-import fcntl
 import ipaddress
 import json
-import os
 import socket
-import struct
 import sys
 import time
 from collections.abc import Callable
@@ -22,7 +20,6 @@ from collections.abc import Callable
 NAME_SECONDS = 20.0  # a name may appear late (a pod's DNS entry), but its absence is told within half a minute
 ONE_HOST_SECONDS = 10.0  # a head on loopback is on this very host, or the name is wrong: no reason to wait longer
 PROGRESS_SECONDS = 10.0
-SIOCGIFADDR = 0x8915  # Linux: the IPv4 address of an interface
 
 
 class PreflightError(Exception):
@@ -65,43 +62,14 @@ def resolve(head: str) -> str:
             time.sleep(0.5)
 
 
-def source_address(address: str, port: int) -> str:
-    """This node's own address on the way to `address`; asks the routing table, sends nothing."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        try:
-            sock.connect((address, port))
-        except OSError as error:
-            raise PreflightError(f"no route from this node to the head {address}: {error.strerror}") from None
-        return str(sock.getsockname()[0])
-
-
-def interface_of(address: str) -> str | None:
-    """Name of the interface that has `address`, or None."""
-    if ipaddress.ip_address(address).is_loopback:
-        return "lo"
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
-        for _, name in socket.if_nameindex():
-            try:
-                packed = fcntl.ioctl(sock.fileno(), SIOCGIFADDR, struct.pack("256s", name.encode()))
-            except OSError:  # an interface without an IPv4 address
-                continue
-            if socket.inet_ntoa(packed[20:24]) == address:
-                return name
-    return None
-
-
-def choose_interface(given: str | None, address: str, port: int) -> str | None:
-    """The interface that the ranks shall talk over. Without it gloo takes the address of the host's own name, which on
-    many systems is 127.0.1.1 or nothing at all."""
-    if given is None:
-        return interface_of(source_address(address, port))
-    known = [name for _, name in socket.if_nameindex()]
-    if given not in known:
+def check_interface(name: str) -> None:
+    """An interface that is asked for exists here. (Which one to use otherwise is decided by the ranks themselves.)"""
+    known = [own for _, own in socket.if_nameindex()]
+    if name not in known:
         raise PreflightError(
-            f"interface '{given}' is not on this node, which has {', '.join(known)}: correct --interface, "
-            "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME, or leave them away"
+            f"interface '{name}' is not on this node, which has {', '.join(known)}: correct --interface or "
+            "GLOO_SOCKET_IFNAME, or leave it away"
         )
-    return given
 
 
 def listen(head: str, address: str, port: int) -> socket.socket:
@@ -248,7 +216,7 @@ def main() -> int:
     parser.add_argument("--port", type=int, required=True, help="port on the head for torchrun's store")
     parser.add_argument("--nnodes", type=int, required=True, help="number of nodes")
     parser.add_argument("--node-rank", type=int, required=True, help="0 on the head")
-    parser.add_argument("--interface", default=None, help="network interface (default: the one that leads to the head)")
+    parser.add_argument("--interface", default="", help="network interface that must exist here")
     parser.add_argument("--wait", type=float, default=600.0, help="seconds to wait for the other nodes")
     args = parser.parse_args()
     me = f"node rank {args.node_rank} ({socket.gethostname()})"
@@ -258,8 +226,8 @@ def main() -> int:
         if not 0 < args.port < 65536:
             raise PreflightError(f"--port {args.port} is not a port; choose one from 1024 to 65535")
         address = resolve(args.head)
-        given = args.interface or os.environ.get("GLOO_SOCKET_IFNAME") or None
-        interface = choose_interface(given, address, args.port)
+        if args.interface:
+            check_interface(args.interface)
         if args.node_rank == 0:
             with listen(args.head, address, args.port) as listener:
                 gather_nodes(listener, args.nnodes, args.wait)
@@ -270,10 +238,8 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    say(f"{me} of {args.nnodes}: head {args.head} is {address}:{args.port}, interface {interface or 'not known'}")
-    print(f"HEAD_ADDRESS={address}")
-    if interface is not None:
-        print(f"INTERFACE={interface}")
+    say(f"{me} of {args.nnodes} is ready to start; the head {args.head} is {address}:{args.port}")
+    print(address)
     return 0
 
 

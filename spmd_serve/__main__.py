@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -259,9 +259,20 @@ def _rank0_say_ready(url: str, name: str, config: Config, seconds: float) -> Non
         partial.replace(path)
 
 
+def _leave_word(environ: Mapping[str, str]) -> None:
+    """Tell launch/ranks.sh that this rank ended cleanly: torchrun's exit code is 1 whenever it was signalled."""
+    folder = environ.get("SPMD_SERVE_OUTCOME_DIR")
+    if folder:
+        attempt, local_rank = environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ.get("LOCAL_RANK", "0")
+        with contextlib.suppress(OSError):  # the folder is gone: nobody asks any more
+            Path(folder, f"{attempt}.{local_rank}").touch()
+
+
 def run() -> NoReturn:
     """Run this rank and leave the process."""
     code = main()
+    if code == 0:
+        _leave_word(os.environ)
     sys.stdout.flush()
     sys.stderr.flush()
     # All is torn down; what is left are library threads, and the interpreter's own way out may hang or abort on them.
