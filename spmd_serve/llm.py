@@ -28,16 +28,24 @@ from spmd_serve.distributed.liveness import Progress
 from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.errors import RequestError
 from spmd_serve.step_loop import StepLoop
-from spmd_serve.types import Abort, FinishReason, Request, SamplingParams, ServiceState, StepOutput
+from spmd_serve.types import Abort, FinishReason, Request, SamplingParams, ServiceState, StepOutput, TokenLogprobs
 
 
 @dataclass
 class Generation:
-    """One prompt's result. `times`: time.perf_counter() at which each token came out of the step loop, in seconds."""
+    """One prompt's result.
+
+    Attributes:
+        times: time.perf_counter() at which each token came out of the step loop, in seconds.
+        logprobs: of each generated token, if asked for.
+        prompt_logprobs: of each prompt token from the second on, if asked for.
+    """
 
     prompt_ids: list[int]
     token_ids: list[int] = field(default_factory=list)
     times: list[float] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     text: str = ""
@@ -68,10 +76,14 @@ class _OfflineLink:
         now = time.perf_counter()
         for uid, cached in output.started:
             self._results[uid].cached_tokens = cached
-        for uid, token in zip(output.uids, output.tokens, strict=True):
+        for i, (uid, token) in enumerate(zip(output.uids, output.tokens, strict=True)):
             result = self._results[uid]
             result.token_ids.append(token)
             result.times.append(now)
+            if i in output.logprobs:
+                result.logprobs.append(output.logprobs[i])
+        for uid, _, logprobs in output.prompt_logprobs:
+            self._results[uid].prompt_logprobs += logprobs
         for finish in output.finished:
             self._results[finish.uid].finish_reason = finish.reason
             if finish.reason is FinishReason.ERROR:
