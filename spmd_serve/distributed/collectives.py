@@ -6,11 +6,17 @@ values are the same bits on every rank, so decisions that follow from them are t
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+from spmd_serve.distributed.ranks import RankInfo
+from spmd_serve.distributed.symmetric import SymmetricAllReduce
+
+logger = logging.getLogger(__name__)
 
 # torch 2.13 renamed it.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -19,25 +25,44 @@ _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_i
 class Communicator:
     """The tensor-parallel group. `world_size` 1 needs no process group at all."""
 
-    def __init__(self, rank: int = 0, world_size: int = 1, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(
+        self, rank: int = 0, world_size: int = 1, group: dist.ProcessGroup | None = None, *, one_host: bool = True
+    ) -> None:
         assert world_size == 1 or group is not None
+        self.one_host = one_host
         self.rank = rank
         self.world_size = world_size
         self._group = group
+        self._symmetric: SymmetricAllReduce | None = None
 
     @classmethod
-    def create(cls, rank: int, world_size: int, device: torch.device) -> Communicator:
+    def create(cls, ranks: RankInfo, device: torch.device) -> Communicator:
         """Join a new group over all ranks: NCCL for CUDA tensors, gloo for CPU tensors. Collective."""
-        if world_size == 1:
+        if ranks.world_size == 1:
             return cls()
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
-        return cls(rank, world_size, dist.new_group(backend=backend, device_id=device_id))
+        group = dist.new_group(backend=backend, device_id=device_id)
+        return cls(ranks.rank, ranks.world_size, group, one_host=ranks.one_host)
 
-    def all_reduce_(self, tensor: Tensor) -> Tensor:
-        """Sum over ranks, in place; returns `tensor`. Collective."""
-        if self.world_size > 1:
-            dist.all_reduce(tensor, group=self._group)
+    def use_symmetric_memory(self, dtype: torch.dtype, device: torch.device) -> None:
+        """From now on sum tensors of `dtype` over the GPUs' mapped memory where that is faster. One host only. Collective."""
+        assert self._group is not None
+        try:
+            symmetric = SymmetricAllReduce(self._group, dtype, device)
+        except RuntimeError as exc:
+            # GPUs differ in what they can map, but all GPUs of a host are alike in it, so all ranks come here or none.
+            logger.warning("NCCL sums all tensors: symmetric memory is not available (%s)", str(exc).splitlines()[0])
+            return
+        self._symmetric = symmetric
+
+    def all_reduce(self, tensor: Tensor) -> Tensor:
+        """Sum over ranks. `tensor` may be overwritten, and the result may or may not be `tensor`. Collective."""
+        if self.world_size == 1:
+            return tensor
+        if self._symmetric is not None:
+            return self._symmetric(tensor)
+        dist.all_reduce(tensor, group=self._group)
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:

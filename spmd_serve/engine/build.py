@@ -106,6 +106,8 @@ def build_runner(
         vocab_size=model.vocab_size,
         num_experts=model.moe.num_experts if model.moe else 0,
     )
+    if device.type == "cuda" and comm.world_size > 1 and comm.one_host:
+        comm.use_symmetric_memory(dtype, device)
     attention = make_backend(config.engine.attention, device)
     context = DecoderContext(model, partition, comm, attention, dtype, device)
     with torch.inference_mode():

@@ -46,8 +46,8 @@ def token_logprobs(
     chosen = logits.new_zeros(rows)
     if shard:
         chosen = torch.where(mine, logits.gather(1, local.clamp(0, shard - 1)[:, None])[:, 0], 0.0)
-    chosen = comm.all_reduce_(chosen)
-    better = comm.all_reduce_((logits > chosen[:, None]).sum(dim=1))
+    chosen = comm.all_reduce(chosen)
+    better = comm.all_reduce((logits > chosen[:, None]).sum(dim=1))
     most = max(top)
     best = logits.new_full((rows, 2 * most + 1), float("-inf"), dtype=torch.float64)
     if shard:

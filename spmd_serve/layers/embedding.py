@@ -29,4 +29,4 @@ class Embedding:
             rows = self.weight.new_zeros(tokens.shape[0], self.weight.shape[1])
         else:
             rows = F.embedding(local.clamp(0, len(self._vocab) - 1), self.weight) * mine[:, None]
-        return self._comm.all_reduce_(rows)
+        return self._comm.all_reduce(rows)

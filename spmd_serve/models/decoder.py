@@ -214,11 +214,11 @@ class DecoderLayer:
         """x: the last block's output, not yet added to residual. Returns the same pair. Collective (twice)."""
         comm = self._ctx.comm
         x, residual = _add_norm(x, residual, self.attention_pre)
-        x = comm.all_reduce_(self.attention(x, step, kv))
+        x = comm.all_reduce(self.attention(x, step, kv))
         if self.attention_post is not None:
             x = self.attention_post(x)
         x, residual = _add_norm(x, residual, self.mlp_pre)
-        x = comm.all_reduce_(self.mlp(x))
+        x = comm.all_reduce(self.mlp(x))
         if self.mlp_post is not None:
             x = self.mlp_post(x)
         return x, residual

@@ -1,0 +1,135 @@
+"""All-reduce over symmetric memory: the GPUs of one host read each other's buffers over NVLink.
+
+For small tensors this takes half of NCCL's time, since nothing but one barrier stands between the ranks. The sum is taken
+in rank order on every rank, so all hold the same bits. Which way is best for which size is measured once at the start,
+on these GPUs, inside a CUDA graph as in the decode steps, and agreed over the ranks.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+logger = logging.getLogger(__name__)
+
+MAX_BYTES = 8 * 2**20  # larger tensors belong to NCCL
+_SIZES = tuple(2**power for power in range(11, 24))  # bytes that are measured: 2 KiB .. 8 MiB
+_REPEATS = 20  # all-reduces in one measured graph
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Microseconds of each way for tensors of up to `size` bytes, the slowest rank's; inf: not possible."""
+
+    size: int
+    nccl: float
+    one_shot: float
+    two_shot: float
+
+    @property
+    def best(self) -> str:
+        times = {"nccl": self.nccl, "one_shot": self.one_shot, "two_shot": self.two_shot}
+        return min(times, key=times.__getitem__)
+
+
+class SymmetricAllReduce:
+    """Ways to sum a tensor over the ranks of one host, chosen by size. Collective like any all-reduce.
+
+    Args:
+        group: an NCCL group of all ranks.
+        dtype: of the tensors to come; others go through NCCL.
+
+    Raises:
+        RuntimeError: these GPUs cannot map each other's memory.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> None:
+        import torch.distributed._symmetric_memory as symm_mem
+
+        self._group = group
+        self._name = group.group_name
+        self._dtype = dtype
+        self._world_size = group.size()
+        self._buffer: Tensor = symm_mem.empty(MAX_BYTES // dtype.itemsize, dtype=dtype, device=device)
+        symm_mem.rendezvous(self._buffer, self._name)
+        self._ops: Any = torch.ops.symm_mem
+        self._ways: dict[str, Callable[[Tensor], Tensor]] = {
+            "nccl": self._nccl,
+            "one_shot": self._one_shot,
+            "two_shot": self._two_shot,
+        }
+        self.choices: list[Choice] = [self._measure(size, device) for size in _SIZES]
+        logger.info("all-reduce by size: %s", self.describe())
+
+    def __call__(self, tensor: Tensor) -> Tensor:
+        """The sum over ranks; may or may not be `tensor` itself."""
+        if tensor.dtype == self._dtype and tensor.is_contiguous():
+            for choice in self.choices:
+                if tensor.nbytes <= choice.size:
+                    way = choice.best if self._fits(tensor.nbytes, choice.best) else "nccl"
+                    return self._ways[way](tensor)
+        return self._nccl(tensor)
+
+    def describe(self) -> str:
+        """The choices in one line, runs of equal ones together."""
+        parts: list[str] = []
+        for i, choice in enumerate(self.choices):
+            if i + 1 == len(self.choices) or self.choices[i + 1].best != choice.best:
+                parts.append(f"{choice.best} to {choice.size // 1024} KiB")
+        return ", ".join(parts)
+
+    def _fits(self, nbytes: int, way: str) -> bool:
+        # 16-byte accesses; two-shot gives each rank an equal part of them.
+        return nbytes % (16 * (self._world_size if way == "two_shot" else 1)) == 0
+
+    def _nccl(self, tensor: Tensor) -> Tensor:
+        dist.all_reduce(tensor, group=self._group)  # collective
+        return tensor
+
+    def _one_shot(self, tensor: Tensor) -> Tensor:
+        part = self._buffer[: tensor.numel()]
+        summed: Tensor = self._ops.one_shot_all_reduce_copy(part, tensor.view(-1), "sum", self._name)  # collective
+        return summed.view(tensor.shape)
+
+    def _two_shot(self, tensor: Tensor) -> Tensor:
+        part = self._buffer[: tensor.numel()]
+        part.copy_(tensor.view(-1))
+        self._ops.two_shot_all_reduce_(part, "sum", self._name)  # collective
+        # Copied out: the next all-reduce uses the buffer again.
+        tensor.view(-1).copy_(part)
+        return tensor
+
+    def _measure(self, size: int, device: torch.device) -> Choice:
+        """Time all ways for one size; the slowest rank's time counts. Collective."""
+        tensor = torch.zeros(size // self._dtype.itemsize, dtype=self._dtype, device=device)
+        times = torch.full((len(self._ways),), float("inf"), device=device)
+        for i, (name, way) in enumerate(self._ways.items()):
+            if self._fits(size, name):
+                times[i] = _graph_time(way, tensor)
+        dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self._group)  # collective: all ranks choose alike
+        return Choice(size, *times.tolist())
+
+
+def _graph_time(way: Callable[[Tensor], Tensor], tensor: Tensor) -> float:
+    """Microseconds of one call inside a CUDA graph, the least of five rounds. Collective."""
+    way(tensor)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for _ in range(_REPEATS):
+            way(tensor)
+    rounds = []
+    for _ in range(5):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        rounds.append(start.elapsed_time(end) * 1000 / _REPEATS)
+    return float(min(rounds))
