@@ -13,7 +13,6 @@ import os
 import socket
 import sys
 import time
-import traceback
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -143,11 +142,9 @@ def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack
         if own:
             _await_peers(board)
     if own and failure.kind == "error":
-        _report_traceback(exc)
+        logger.error("%s\n%s" if failure.details else "%s%s", failure, failure.details)
     elif own and board.ranks.rank == 0:  # a follower's refusal is told by rank 0's watcher
         _say_error(exc)
-    elif board.ranks.rank > 0:
-        logger.debug("ending after: %s", exc)
     return failure.exit_code
 
 
@@ -156,18 +153,6 @@ def _await_peers(board: Board) -> None:
     others = {peer.rank for peer in board.peers} - {board.ranks.rank}
     while not others <= board.gone() and time.monotonic() < deadline:
         time.sleep(0.05)
-
-
-def _report_traceback(exc: BaseException) -> None:
-    """Print this rank's traceback, and leave it for torchrun's own summary."""
-    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-    if isinstance(exc, Exception) and os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        get_error_handler().record_exception(exc)
-    if isinstance(exc, SpmdServeError):
-        logger.error("%s: %s", type(exc).__name__, exc)
-    else:
-        logger.error("this rank failed\n%s", "".join(traceback.format_exception(exc)).rstrip())
 
 
 def _serve(

@@ -54,12 +54,14 @@ class Failure:
         kind: "help" (no failure: there was nothing to run), "refused" (what the user asked for cannot be), "error" (an
             exception), "lost" (the process is gone or does not answer) or "hangs" (it answers, but its step does not end).
         message: one line, without the rank's name.
+        details: the traceback of that rank, if there is one.
     """
 
     rank: int
     hostname: str
     kind: str
     message: str
+    details: str = ""
 
     @property
     def exit_code(self) -> int:
@@ -190,7 +192,12 @@ def open_board(ranks: RankInfo) -> Board:
         ) from exc
     own = Peer(ranks.rank, ranks.world_size, ranks.node, ranks.hostname, os.getpid(), uuid.uuid4().hex)
     deadline = time.monotonic() + CONNECT_TIMEOUT_S
-    epoch, peers = _call_roll(root, own, deadline) if ranks.rank == 0 else _answer_roll(root, own, deadline)
+    try:
+        epoch, peers = _call_roll(root, own, deadline) if ranks.rank == 0 else _answer_roll(root, own, deadline)
+    except RuntimeError as exc:
+        if isinstance(exc, DistributedError):
+            raise
+        raise RankLostError(f"the job's store went away ({str(exc).splitlines()[0]})") from exc
 
     def connect_epoch() -> Store:
         return PrefixStore(f"spmd_serve/{epoch}", connect())
@@ -224,6 +231,7 @@ def _call_roll(root: Store, own: Peer, deadline: float) -> tuple[str, list[Peer]
     peers = [came[rank] for rank in sorted(came)]
     _put(root, f"{epoch}/roll", (peers, problem))
     if problem:
+        time.sleep(1.0)  # those who came read it, before this process, which may host the store, is gone
         raise DistributedError(problem)
     return epoch, peers
 

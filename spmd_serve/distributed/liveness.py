@@ -14,16 +14,19 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 
+from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
 from spmd_serve.config import ControlOptions
 from spmd_serve.distributed.board import Board, Failure, Peer
 from spmd_serve.distributed.channel import is_peer_error
 from spmd_serve.distributed.signals import StopSignals
-from spmd_serve.errors import SpmdServeError
+from spmd_serve.errors import RankLostError, SpmdServeError
 from spmd_serve.types import ServicePhase
 
 logger = logging.getLogger(__name__)
@@ -132,7 +135,8 @@ class Liveness:
         """
         kind = "refused" if isinstance(exc, SpmdServeError) and self._control is None else "error"
         message = " ".join(f"{'' if kind == 'refused' else type(exc).__name__ + ': '}{exc}".split())
-        own = Failure(self._own.rank, self._own.hostname, kind, message)
+        details = "" if isinstance(exc, SpmdServeError) else "".join(traceback.format_exception(exc)).rstrip()
+        own = Failure(self._own.rank, self._own.hostname, kind, message, details)
         if is_peer_error(exc):
             self._suspects = True
             self._settled.wait(EXPLAIN_S)
@@ -279,7 +283,7 @@ class Liveness:
 
     def _last_seen(self, peer: Peer) -> str:
         beat = self._beats.get(peer.rank)
-        return "" if beat is None or beat.step < 0 else f"; its last step was {beat.step}"
+        return "" if beat is None or beat.step < 0 else f"; last seen in step {beat.step}"
 
     def _store_failure(self, exc: RuntimeError) -> Failure:
         ranks = self._main_board.ranks
@@ -297,6 +301,8 @@ class Liveness:
         is_own = failure.rank == self._own.rank and failure.kind in ("refused", "error")  # the main thread speaks then
         if not is_own and (self._own.rank == 0 or found_here):
             logger.error("%s", failure)
+        if failure.exit_code == 1:
+            _record_for_torchrun(failure)
         if self._own.rank == 0:
             self.on_failure(str(failure))
         self._settled.set()
@@ -309,6 +315,15 @@ class Liveness:
 
 def _blame(peer: Peer, kind: str, message: str) -> Failure:
     return Failure(peer.rank, peer.hostname, kind, message)
+
+
+def _record_for_torchrun(failure: Failure) -> None:
+    """torchrun ends its log with the error file of the rank that it takes for the first one: all ranks name the culprit."""
+    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
+        try:
+            raise RankLostError(f"{failure}\n{failure.details}")
+        except RankLostError as exc:
+            get_error_handler().record_exception(exc)
 
 
 def _exit_after(seconds: float, code: int, why: str) -> None:

@@ -1,0 +1,114 @@
+"""The product's own entry with a tiny runner instead of a model, and one fault. Faults live here and nowhere else.
+
+Environment:
+    FAULT        what to do wrong, on rank FAULT_RANK (1 unless set):
+                 software   reports another version of torch
+                 slowload   loads for a minute
+                 slow       steps take four times as long
+                 raise, token, hang, stop, kill    in a step: raises, samples another token, hangs, SIGSTOP, SIGKILL
+    STEP_TIME    seconds that a step takes
+    SKEW         seconds by which the clock of rank FAULT_RANK is off
+    HASHSEEDS    if set, every rank gets another PYTHONHASHSEED
+    CONNECT_S    how long ranks wait for each other at the start, instead of the product's own time
+
+Faults of the forward pass fire in the step that admits a request with the seed TRIGGER_SEED.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+TRIGGER_SEED = 13
+RANK = int(os.environ.get("RANK", "0"))
+IS_FAULTY = int(os.environ.get("FAULT_RANK", "1")) == RANK
+FAULT = os.environ.get("FAULT", "") if IS_FAULTY else ""
+STEP_TIME = float(os.environ.get("STEP_TIME", "0.005"))
+
+
+def main() -> None:
+    if os.environ.get("HASHSEEDS") and os.environ.get("PYTHONHASHSEED") != str(RANK + 1):
+        os.environ["PYTHONHASHSEED"] = str(RANK + 1)
+        os.execv(sys.executable, [sys.executable, *sys.argv])
+    if IS_FAULTY and os.environ.get("SKEW"):
+        real, skew = time.monotonic, float(os.environ["SKEW"])
+        time.monotonic = lambda: real() + skew
+    from spmd_serve import __main__ as product
+
+    if os.environ.get("CONNECT_S"):
+        from spmd_serve.distributed import board
+
+        board.CONNECT_TIMEOUT_S = float(os.environ["CONNECT_S"])
+    _replace_runner()
+    if FAULT == "software":
+        _pretend_other_software()
+    product.run()
+
+
+def _replace_runner() -> None:
+    import torch
+
+    from spmd_serve import assembly
+    from spmd_serve.types import ScheduledBatch, StepTokens
+
+    class Step:
+        def __init__(self, tokens: list[int]) -> None:
+            self._tokens = tokens
+
+        def wait(self) -> StepTokens:
+            return StepTokens(self._tokens)
+
+    class TinyRunner:
+        """Tokens that depend on the row and the step; one all-reduce per step, like a real runner's last one."""
+
+        def __init__(self, comm: object) -> None:
+            self._comm = comm
+            self._other_token = False
+
+        def allocate(self, num_pages: int, cuda_graphs: bool) -> None:
+            pass
+
+        def launch(self, batch: ScheduledBatch) -> Step:
+            if any(row.params.seed == TRIGGER_SEED for row in batch.new_rows):
+                self._fail()
+            time.sleep(STEP_TIME * (4 if FAULT == "slow" else 1))
+            present = self._comm.all_reduce(torch.ones(1))
+            assert present.item() == torch.distributed.get_world_size()
+            rows = [*batch.decode_slots, *(chunk.slot for chunk in batch.chunks if chunk.samples)]
+            tokens = [1000 + (31 * slot + 7 * batch.step) % 9000 for slot in rows]
+            if self._other_token:
+                tokens[0] += 1
+            return Step(tokens)
+
+        def _fail(self) -> None:
+            if FAULT == "raise":
+                raise ZeroDivisionError("injected into the forward pass")
+            if FAULT == "token":
+                self._other_token = True
+            if FAULT == "hang":
+                time.sleep(3600)
+            if FAULT == "stop":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if FAULT == "kill":
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    def build_runner(config: object, model: object, folder: object, comm: object, device: object) -> TinyRunner:
+        if FAULT == "slowload":
+            print("loading slowly", flush=True)
+            time.sleep(60)
+        return TinyRunner(comm)
+
+    assembly.build_runner = build_runner
+
+
+def _pretend_other_software() -> None:
+    from spmd_serve.distributed import fingerprint
+
+    real = fingerprint.software_fingerprint
+    fingerprint.software_fingerprint = lambda: real() | {"torch version": "1.0"}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,83 @@
+"""One rank goes wrong while clients read streams: the job ends in time, names the rank, and leaves nobody waiting."""
+
+from __future__ import annotations
+
+import signal
+import socket
+import time
+from collections.abc import Callable
+
+import pytest
+from faulty import TRIGGER_SEED
+from torchrun_job import Job, wait_until
+
+StartJob = Callable[..., Job]
+SHORT = ("--step-timeout", "2", "--control-timeout", "4", "--heartbeat-interval", "0.5")
+HOST = socket.gethostname()
+ALIVE = ("error",)  # rank 0 lives: its clients hear of the failure
+DEAD = ("error", "broken")  # rank 0 is the one that is gone: the connection may just end
+
+
+@pytest.mark.parametrize(
+    ("fault", "rank", "says", "clients_see", "limit_s"),
+    [
+        ("token", 1, "RankDivergenceError: rank 1 ({host}) decided otherwise than rank 0", ALIVE, 8),
+        ("raise", 1, "ZeroDivisionError: injected into the forward pass", ALIVE, 8),
+        ("raise", 0, "ZeroDivisionError: injected into the forward pass", ALIVE, 8),
+        ("hang", 1, "rank 1 ({host}) hangs: step", ALIVE, 10),
+        ("hang", 0, "rank 0 ({host}) hangs: step", ALIVE, 10),
+        ("stop", 1, "rank 1 ({host}) is lost: no sign of life", ALIVE, 10),
+        ("stop", 0, "rank 0 ({host}) is lost: no sign of life", DEAD, 10),
+        ("kill", 1, "rank 1 ({host}) is lost: its process is gone", ALIVE, 10),
+        ("kill", 0, "rank 0 ({host}) is lost: its process is gone", DEAD, 10),
+    ],
+)
+def test_a_fault_in_a_step(
+    start_job: StartJob, fault: str, rank: int, says: str, clients_see: tuple[str, ...], limit_s: float
+) -> None:
+    job = start_job(*SHORT, env={"FAULT": fault, "FAULT_RANK": str(rank)}).await_ready()
+    running = job.stream().await_chunks()
+    began = time.monotonic()
+    trigger = job.stream(seed=TRIGGER_SEED)
+    if fault == "hang":
+        assert wait_until(lambda: job.health() in (503, 0), 5)
+    assert job.await_end(limit_s) != 0
+    job.note(f"{fault} on rank {rank}", time.monotonic() - began)
+    assert says.format(host=HOST) in job.log
+    if fault == "raise":  # as the last thing in the log, also in torchrun's own summary
+        assert "ZeroDivisionError: injected into the forward pass" in job.log.splitlines()[-6:][
+            0
+        ] or job.log.rstrip().endswith("=")
+    assert running.await_end(1) in clients_see, running.detail
+    assert trigger.await_end(1) in (*clients_see, "refused"), trigger.detail
+
+
+@pytest.mark.parametrize("rank", [0, 1, 2])
+def test_a_killed_rank_leaves_no_survivor_even_without_torchrun(start_job: StartJob, rank: int) -> None:
+    job = start_job(ranks=3, bare=[{}, {}, {}]).await_ready()  # idle, with default timeouts
+    began = time.monotonic()
+    job.signal_rank(rank, signal.SIGKILL)
+    job.await_end(10)
+    job.note(f"kill -9 of idle rank {rank} without torchrun", time.monotonic() - began)
+    assert f"rank {rank} ({HOST}) is lost: its process is gone" in job.log
+
+
+def test_a_killed_agent_leaves_no_orphan(start_job: StartJob) -> None:
+    job = start_job().await_ready()
+    began = time.monotonic()
+    job.signal(signal.SIGKILL)
+    job.await_end(10)
+    job.note("kill -9 of the torchrun agent", time.monotonic() - began)
+
+
+def test_torchrun_restarts_the_service_on_the_same_port(start_job: StartJob) -> None:
+    job = start_job(torchrun=("--max-restarts=2",)).await_ready()
+    for rank in (1, 0):
+        began = time.monotonic()
+        job.signal_rank(rank, signal.SIGKILL)
+        assert wait_until(lambda: job.health() == 0, 10), job.log
+        job.await_ready()
+        job.note(f"serving again after kill -9 of rank {rank}", time.monotonic() - began)
+        assert job.complete().status_code == 200
+    job.signal_rank(0, signal.SIGKILL)  # no restart is left
+    assert job.await_end(15) != 0

@@ -1,0 +1,84 @@
+"""A job whose ranks differ in everything that must not matter: hash seeds, clocks, speed. One job, used up by the tests in order."""
+
+from __future__ import annotations
+
+import os
+import signal
+import statistics
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from torchrun_job import Job, wait_until
+
+CONTROL_TIMEOUT_S = 2.0
+REQUEST_TIMEOUT_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def job(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Job]:
+    options = ("--control-timeout", f"{CONTROL_TIMEOUT_S}", "--heartbeat-interval", "0.5", "--max-num-seqs", "4")
+    job = Job(
+        tmp_path_factory.mktemp("job"),
+        *options,
+        *("--request-timeout", f"{REQUEST_TIMEOUT_S}"),
+        env={"HASHSEEDS": "1", "SKEW": "60", "FAULT": "slow", "FAULT_RANK": "1"},
+    )
+    try:
+        yield job.await_ready()
+    finally:
+        job.close()
+
+
+def cpu_seconds(pid: int) -> float:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def test_idle_beyond_the_control_timeout_costs_nothing(job: Job) -> None:
+    job.complete()
+    idle_s = 2.5 * CONTROL_TIMEOUT_S
+    before = {pid: cpu_seconds(pid) for pid in job.pids().values()}
+    time.sleep(idle_s)
+    shares = {pid: (cpu_seconds(pid) - used) / idle_s for pid, used in before.items()}
+    assert job.complete().status_code == 200
+    assert max(shares.values()) < 0.05, shares
+
+
+def test_an_idle_service_answers_as_fast_as_a_busy_one(job: Job) -> None:
+    def first_token_s() -> float:
+        began = time.monotonic()
+        assert job.complete(max_tokens=1).status_code == 200
+        return time.monotonic() - began
+
+    def idle_first_token_s() -> float:
+        time.sleep(0.05)
+        return first_token_s()
+
+    idle = statistics.median(idle_first_token_s() for _ in range(9))
+    running = job.stream().await_chunks()
+    busy = statistics.median(first_token_s() for _ in range(9))
+    running.await_end(REQUEST_TIMEOUT_S + 3)
+    assert idle < busy + 0.05, (idle, busy)
+
+
+def test_deadlines_under_overload_are_rank_0s(job: Job) -> None:
+    began = time.monotonic()
+    streams = [job.stream() for _ in range(12)]  # three times what runs at once, and none can finish in time
+    assert [stream.await_end(REQUEST_TIMEOUT_S + 5) for stream in streams] == ["error"] * 12
+    assert time.monotonic() - began >= REQUEST_TIMEOUT_S
+    assert job.complete().status_code == 200
+
+
+def test_sigterm_to_one_rank_drains_the_job(job: Job) -> None:
+    running = job.stream(max_tokens=60).await_chunks()
+    job.signal_rank(1, signal.SIGTERM)
+    assert wait_until(lambda: job.health() == 503, 5)
+    refused = job.complete()
+    assert refused.status_code == 503
+    assert int(refused.headers["retry-after"]) >= 1
+    assert running.await_end(10) == "length"
+    assert job.await_end(25) == 0
+    assert job.log.count("stopped: all 2 ranks") == 1
+    assert "Traceback" not in job.log

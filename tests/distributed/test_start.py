@@ -1,0 +1,91 @@
+"""What keeps a job from starting: one clear line, a non-zero exit, nobody left behind."""
+
+from __future__ import annotations
+
+import shutil
+import socket
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from torchrun_job import Job
+
+StartJob = Callable[..., Job]
+TWO = [{}, {}]
+
+
+def error_lines(job: Job) -> list[str]:
+    return [line for line in job.log.splitlines() if "error:" in line or "ERROR" in line]
+
+
+def test_a_wrong_option_is_one_line_of_a_torchrun_job(start_job: StartJob) -> None:
+    job = start_job("--max-num-seqs", "0")
+    assert job.await_end(60) != 0
+    assert error_lines(job) == ["spmd_serve: error: --max-num-seqs is 0; it must be between 1 and 65536"]
+    assert job.log.count("Traceback (most") == 1  # torchrun's own
+    assert job.log.count("exitcode  : 2") >= 1
+
+
+def test_help_is_printed_once(start_job: StartJob) -> None:
+    job = start_job("--help", bare=TWO)
+    assert job.await_end(60) == 0
+    assert job.log.count("usage:") == 1
+    assert job.processes[1].returncode == 0
+
+
+def test_a_port_in_use(start_job: StartJob) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        job = start_job(bare=TWO, port=taken.getsockname()[1])
+        assert job.await_end(60) == 2
+    (line,) = error_lines(job)
+    assert f"port {job.port}" in line and "--port" in line
+    assert "Traceback" not in job.log
+
+
+def test_a_model_that_one_host_lacks(start_job: StartJob, tmp_path: Path) -> None:
+    from spmd_serve.config import ModelOptions
+    from spmd_serve.distributed.ranks import RankInfo
+    from spmd_serve.models.resolve import resolve_model
+
+    here, there = tmp_path / "here", tmp_path / "there"
+    there.mkdir()
+    shutil.copytree(
+        resolve_model(ModelOptions(), RankInfo()), here / "model", copy_function=lambda a, b: Path(b).symlink_to(a)
+    )
+    job = start_job("--model", "model", bare=[{"CWD": str(here)}, {"CWD": str(there)}])
+    assert job.await_end(60) == 2
+    (line,) = error_lines(job)
+    assert f"rank 1 ({socket.gethostname()})" in line and "--model" in line
+    assert "Traceback" not in job.log
+
+
+def test_ranks_with_other_software(start_job: StartJob) -> None:
+    job = start_job(bare=TWO, env={"FAULT": "software"})
+    assert job.await_end(60) == 2
+    (line,) = error_lines(job)
+    assert f"rank 1 ({socket.gethostname()}) does not run the same as rank 0: torch version is 1.0 there" in line
+    assert "Traceback" not in job.log
+
+
+@pytest.mark.parametrize(
+    ("bare", "says"),
+    [
+        ([{}, {"WORLD_SIZE": "3"}], "was started with a world size of 3"),
+        ([{}], "rank 1 of 2 did not come within"),
+        ([{}, {"MASTER_ADDR": "no-such-host.invalid"}], "cannot reach the job's store at no-such-host.invalid"),
+    ],
+)
+def test_ranks_that_do_not_meet(start_job: StartJob, bare: list[dict[str, str]], says: str) -> None:
+    job = start_job(bare=bare, env={"CONNECT_S": "4"})
+    assert job.await_end(60) == 2
+    assert any(says in line for line in error_lines(job)), job.log
+    assert "Traceback" not in job.log
+
+
+def test_two_servers_on_one_host(start_job: StartJob) -> None:
+    jobs = [start_job(), start_job()]
+    for job in jobs:
+        job.await_ready()
+    assert [job.complete().status_code for job in jobs] == [200, 200]

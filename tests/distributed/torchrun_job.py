@@ -1,0 +1,228 @@
+"""Starts real torchrun jobs for the tests, and sees what becomes of them."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+
+HERE = Path(__file__).parent
+READY_S = 90.0  # a loaded machine may take long to import torch
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def wait_until(what: Callable[[], bool], timeout_s: float) -> bool:
+    deadline = time.monotonic() + timeout_s
+    while not what():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.02)
+    return True
+
+
+class Job:
+    """One torchrun (or, with `bare`, ranks without torchrun) and the processes under it.
+
+    Args:
+        options: of the server.
+        entry: what runs on each rank.
+        env: additions to the environment.
+        bare: start the ranks without torchrun, each with these additions to its environment; CWD is its folder.
+    """
+
+    def __init__(
+        self,
+        tmp_path: Path,
+        *options: str,
+        ranks: int = 2,
+        entry: tuple[str, ...] = (str(HERE / "faulty.py"),),
+        torchrun: tuple[str, ...] = (),
+        env: dict[str, str] | None = None,
+        bare: list[dict[str, str]] | None = None,
+        port: int | None = None,
+    ) -> None:
+        self.tag = uuid.uuid4().hex
+        self.ranks = ranks
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.log_file = tmp_path / f"job-{self.tag[:8]}.log"
+        environment = (
+            os.environ | {"SPMD_TEST_JOB": self.tag, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | (env or {})
+        )
+        arguments = [*entry, "--port", str(self.port), "--num-pages", "512", *options]
+        self._log = self.log_file.open("w")
+        self.processes: list[subprocess.Popen[bytes]] = []
+        if bare is None:
+            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+            command += [f"--master-port={free_port()}", *torchrun, *arguments]
+            self._spawn(command, environment, tmp_path)
+            return
+        place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
+        for rank, additions in enumerate(bare):
+            own = environment | place | {"RANK": str(rank)} | additions
+            self._spawn([sys.executable, *arguments], own, Path(additions.get("CWD", tmp_path)))
+
+    def _spawn(self, command: list[str], environment: dict[str, str], folder: Path) -> None:
+        self.processes.append(
+            subprocess.Popen(command, env=environment, cwd=folder, stdout=self._log, stderr=subprocess.STDOUT)
+        )
+
+    # ---- looking at it -------------------------------------------------------------------------------------------
+
+    @property
+    def log(self) -> str:
+        return self.log_file.read_text()
+
+    def pids(self) -> dict[int, int]:
+        """Rank -> process id, of the ranks that live."""
+        found = {}
+        for pid, environment in self._live():
+            if "RANK" in environment and b"--num-pages" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                found[int(environment["RANK"])] = pid
+        return found
+
+    def _live(self) -> list[tuple[int, dict[str, str]]]:
+        found = []
+        for folder in Path("/proc").iterdir():
+            try:
+                text = (folder / "environ").read_bytes().decode(errors="replace")
+                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+            except (OSError, ValueError):
+                continue
+            if f"SPMD_TEST_JOB={self.tag}\0" in text and state not in "ZX":
+                pairs = (entry.partition("=") for entry in text.split("\0"))
+                found.append((int(folder.name), {name: value for name, _, value in pairs}))
+        return found
+
+    def survivors(self) -> list[int]:
+        return [pid for pid, _ in self._live()]
+
+    def health(self) -> int:
+        """Status of /health; 0 when there is no connection."""
+        try:
+            return httpx.get(f"{self.url}/health", timeout=5).status_code
+        except httpx.TransportError:
+            return 0
+
+    # ---- doing something -----------------------------------------------------------------------------------------
+
+    def await_ready(self, timeout_s: float = READY_S) -> Job:
+        ready = wait_until(lambda: self.health() == 200 or self.processes[0].poll() is not None, timeout_s)
+        assert ready and self.health() == 200, self.log
+        return self
+
+    def complete(self, **fields: object) -> httpx.Response:
+        body = {
+            "model": "smollm2-135m-instruct",
+            "prompt": [1, 2, 3],
+            "max_tokens": 4,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        return httpx.post(f"{self.url}/v1/completions", json=body | fields, timeout=60)
+
+    def stream(self, **fields: object) -> Stream:
+        return Stream(self.url, fields)
+
+    def signal_rank(self, rank: int, number: int) -> None:
+        os.kill(self.pids()[rank], number)
+
+    def signal(self, number: int) -> None:
+        self.processes[0].send_signal(number)
+
+    def await_end(self, timeout_s: float) -> int:
+        """Exit code of torchrun (of rank 0 without it) once all of the job is gone; fails when it is not in time."""
+        deadline = time.monotonic() + timeout_s
+        for process in self.processes:
+            try:
+                process.wait(max(0.1, deadline - time.monotonic()))
+            except subprocess.TimeoutExpired:
+                raise AssertionError(f"still running after {timeout_s} s\n{self.log}") from None
+        assert wait_until(lambda: not self.survivors(), max(0.1, deadline - time.monotonic())), (
+            f"left behind: {self.survivors()}\n{self.log}"
+        )
+        return self.processes[0].returncode
+
+    def note(self, what: str, seconds: float) -> None:
+        """Print a measured time, and append it to the file named by FAULT_TIMES."""
+        print(f"{what}: {seconds:.1f} s")
+        if os.environ.get("FAULT_TIMES"):
+            with open(os.environ["FAULT_TIMES"], "a") as table:
+                table.write(f"{what}\t{seconds:.2f}\n")
+
+    def close(self) -> None:
+        for pid in self.survivors():
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                continue
+        for process in self.processes:
+            process.wait(10)
+        self._log.close()
+
+
+class Stream:
+    """One streamed completion, read by a thread. `ended` tells how it ended: finish reason, "error", or "broken"."""
+
+    def __init__(self, url: str, fields: dict[str, object]) -> None:
+        self.chunks = 0
+        self.status = 0
+        self.ended = ""
+        self.detail = ""
+        body = {
+            "model": "smollm2-135m-instruct",
+            "prompt": [1, 2, 3],
+            "max_tokens": 4000,
+            "temperature": 0.0,
+            "ignore_eos": True,
+        }
+        self._thread = threading.Thread(target=self._run, args=(url, body | {"stream": True} | fields), daemon=True)
+        self._thread.start()
+
+    def _run(self, url: str, body: dict[str, object]) -> None:
+        try:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+                self.status = response.status_code
+                for line in response.iter_lines():
+                    self._take(line)
+            self.ended = self.ended or ("refused" if self.status >= 400 else "broken")
+        except httpx.TransportError as exc:
+            self.ended = self.ended or "broken"
+            self.detail = repr(exc)
+
+    def _take(self, line: str) -> None:
+        if not line.startswith("data: ") or line == "data: [DONE]":
+            return
+        event = json.loads(line.removeprefix("data: "))
+        if "error" in event:
+            self.ended, self.detail = "error", event["error"]["message"]
+        elif event["choices"]:
+            self.chunks += 1
+            self.ended = event["choices"][0]["finish_reason"] or self.ended
+
+    def await_chunks(self, count: int = 3) -> Stream:
+        assert wait_until(lambda: self.chunks >= count or bool(self.ended), 60) and not self.ended, (
+            self.ended,
+            self.detail,
+        )
+        return self
+
+    def await_end(self, timeout_s: float) -> str:
+        self._thread.join(timeout_s)
+        assert not self._thread.is_alive(), "the client was left open"
+        return self.ended
