@@ -15,8 +15,10 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 pytest.importorskip("triton")
 
 from spmd_serve.kernels.activation import gated_activation_torch
-from spmd_serve.kernels.gpu import activation, gumbel, norm, rope_cache
+from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention_torch
+from spmd_serve.kernels.gpu import activation, decode_attention, gumbel, linear, norm, rope_cache
 from spmd_serve.kernels.gumbel import gumbel_argmax_cpu
+from spmd_serve.kernels.linear import Norm, linear_torch
 from spmd_serve.kernels.norm import add_rms_norm_torch_, rms_norm_torch
 from spmd_serve.kernels.rope_cache import rope_and_cache_torch
 
@@ -105,3 +107,73 @@ def test_gumbel_argmax(vocab: int, dtype: torch.dtype, rng: torch.Generator) -> 
     expected_values, expected_index = gumbel_argmax_cpu(logits, temperature, seeds, positions, 1000)
     assert index.tolist() == expected_index.tolist()
     torch.testing.assert_close(values, expected_values, rtol=1e-5, atol=1e-5)
+
+
+GEMV = [linear.GemvConfig(4, 64, 4, static=True), linear.GemvConfig(2, 32, 4, static=False)]
+SKINNY = [linear.SkinnyConfig(16, 4, 16, 4, 2), linear.SkinnyConfig(8, 1, 64, 4, 2)]
+
+
+@pytest.mark.parametrize("config", [*GEMV, *SKINNY], ids=str)
+@pytest.mark.parametrize(("features", "size"), [(64, 128), (54, 72)])
+@pytest.mark.parametrize("form", ["plain", "norm", "gated", "residual"])
+@pytest.mark.parametrize("biased", [False, True])
+def test_linear(config: object, features: int, size: int, form: str, biased: bool, rng: torch.Generator) -> None:
+    tokens = 1 if isinstance(config, linear.GemvConfig) else 5
+    run = linear.gemv if tokens == 1 else linear.skinny
+    x = torch.randn(tokens, size + 8, generator=rng)[:, :size]
+    weight = torch.randn(features, size, generator=rng) / 8
+    bias = torch.randn(features, generator=rng) if biased else None
+    scale = torch.randn(size, generator=rng) if form in ("norm", "gated") else None
+    activation = "silu" if form == "gated" else None
+    residual = torch.randn(tokens, features, generator=rng) if form == "residual" else None
+    copy = None if residual is None else residual.clone()
+    expected = linear_torch(x, weight, bias, None if scale is None else Norm(scale, 1e-5), activation, copy)
+    got = run(x, weight, bias, scale, 1e-5, activation, residual, config)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert residual is None or got is residual
+
+
+def test_linear_in_column_splits(rng: torch.Generator) -> None:
+    x, weight = torch.randn(5, 200, generator=rng), torch.randn(40, 200, generator=rng)
+    parts = linear.skinny(x, weight, None, None, 0.0, None, None, linear.SkinnyConfig(16, 2, 16, 4, 2, splits=3))
+    torch.testing.assert_close(parts.sum(0), x @ weight.T, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 8])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(4, 2, 16), (9, 3, 32), (5, 1, 24)])
+@pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 5.0)])
+@pytest.mark.parametrize("fused", [False, True])
+def test_decode_attention(
+    splits: int, q_heads: int, kv_heads: int, head_dim: int, window: int | None, softcap: float | None, fused: bool,
+    rng: torch.Generator,
+) -> None:  # fmt: skip
+    page_size, num_pages, max_pages = 4, 80, 30
+    lengths = torch.tensor([1, 0, 33, 117, 64])
+    rows = len(lengths)
+    slots = torch.tensor([5, 0, 2, 3, 1])
+    table = torch.full((6, max_pages), 10**6, dtype=torch.int32)
+    free = torch.randperm(num_pages, generator=rng).int()
+    used = 0
+    for slot, length in zip(slots.tolist(), lengths.tolist(), strict=True):
+        need = -(-length // page_size)
+        table[slot, :need] = free[used : used + need]
+        used += need
+    caches = [torch.randn(num_pages, page_size, kv_heads, head_dim, generator=rng) for _ in range(2)]
+    caches[1][free[used:]] = torch.nan  # never read
+    copies = [c.clone() for c in caches]
+    rotation = None
+    q = torch.randn(rows, q_heads, head_dim, generator=rng)
+    if fused:
+        angles = torch.randn(200, head_dim // 4, generator=rng)
+        scales = [torch.randn(head_dim, generator=rng) for _ in range(2)]
+        rotation = Rotation(torch.stack((angles.cos(), angles.sin()), dim=1), *scales, 1e-6)
+        q = torch.randn(rows, (q_heads + 2 * kv_heads) * head_dim, generator=rng)
+    workspace = DecodeWorkspace(rows, q_heads, kv_heads, head_dim, torch.device("cpu"))
+    config = decode_attention.DecodeConfig(slices=2, block=16, warps=2, stages=2, splits=splits)
+    arguments = (table, slots, lengths, 0.3, window, softcap, rotation)
+    got = decode_attention.decode_attention(q, *caches, *arguments, workspace, config)
+    expected = decode_attention_torch(q, *copies, *arguments)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    assert not workspace.arrived.any()
+    for cache, copy in zip(caches, copies, strict=True):
+        torch.testing.assert_close(cache, copy, rtol=1e-4, atol=1e-4, equal_nan=True)

@@ -82,7 +82,7 @@ def _gumbel(v, low, high):
     return -_log(exponential)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["vocab_offset", "blocks_per_program"])
 def _best_of_slice(
     logits, temperature, seeds, positions, part_values, part_indices,
     vocab, row_stride, vocab_offset, blocks_per_program, BLOCK: tl.constexpr, PDL: tl.constexpr,
@@ -118,7 +118,7 @@ def _best_of_slice(
     tl.store(part_indices + out, index)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits", "vocab_offset"])
 def _best_of_slices(
     part_values, part_indices, values, indices, splits, vocab_offset, BLOCK: tl.constexpr, PDL: tl.constexpr
 ):

@@ -1,0 +1,264 @@
+"""Triton twin of spmd_serve.kernels.decode_attention.
+
+A program takes one row, one KV head with its group of query heads, and one split of the row's tokens. Inside it, each
+warp works on its own tokens (a batched dot with one batch a warp), so that no warp waits for another in the loop; their
+softmax states are merged at the end, and the states of the splits by the last program of the row to arrive. (Split-KV:
+Dao et al., Flash-Decoding, 2023.)
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spmd_serve.kernels.decode_attention import MAX_PROGRAMS, MAX_SPLITS, DecodeWorkspace, Rotation
+from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@dataclass(frozen=True)
+class DecodeConfig:
+    """slices: token ranges side by side (one a warp); block: tokens of each a step; splits: programs a row and KV head."""
+
+    slices: int
+    block: int
+    warps: int
+    stages: int
+    splits: int
+
+
+def choose_config(rows: int, kv_heads: int, head_dim: int) -> DecodeConfig:
+    """Fixed by shape, from measurements."""
+    splits = min(MAX_SPLITS, max(1, MAX_PROGRAMS // (rows * kv_heads)))
+    splits = 1 << (splits.bit_length() - 1)  # the power of two below, so that rows * kv_heads * splits <= MAX_PROGRAMS
+    return DecodeConfig(slices=4, block=16, warps=4, stages=3, splits=splits)
+
+
+def decode_attention(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, slots: Tensor, lengths: Tensor, scale: float,
+    window: int | None, softcap: float | None, rotation: Rotation | None, workspace: DecodeWorkspace,
+    config: DecodeConfig | None = None,
+) -> Tensor:  # fmt: skip
+    """See spmd_serve.kernels.decode_attention.decode_attention."""
+    page_size, kv_heads, head_dim = k_cache.shape[1:]
+    rows = lengths.shape[0]
+    q_heads = q.shape[1] // head_dim - 2 * kv_heads if rotation is not None else q.shape[1]
+    group = q_heads // kv_heads
+    out = torch.empty((rows, q_heads, head_dim), dtype=q.dtype, device=q.device)
+    if rows == 0:
+        return out
+    if config is None:
+        config = choose_config(rows, kv_heads, head_dim)
+    table = None if rotation is None else rotation.rope_table
+    block_d = triton.next_power_of_2(head_dim)
+    merge_group = triton.next_power_of_2(group)
+    _decode[(rows, kv_heads, config.splits)](
+        q, k_cache, v_cache, page_table, slots, lengths, out, workspace.sums, workspace.maxima, workspace.arrived,
+        table, None if rotation is None else rotation.q_scale, None if rotation is None else rotation.k_scale,
+        0.0 if rotation is None else rotation.eps, scale, 0.0 if softcap is None else softcap,
+        page_table.stride(0), q.stride(0),
+        KV_HEADS=kv_heads, GROUP=group, BLOCK_G=max(8, triton.next_power_of_2(group)), HEAD_DIM=head_dim,
+        BLOCK_D=block_d, PAGE_SIZE=page_size, WINDOW=window or 0, SOFTCAP=softcap is not None,
+        FUSED=rotation is not None, NORM=rotation is not None and rotation.q_scale is not None,
+        HALF=0 if table is None else table.shape[2], SLICES=config.slices, BLOCK=config.block, SPLITS=config.splits,
+        MERGE_G=merge_group, MERGE=min(config.splits, max(1, 4096 // (merge_group * block_d))),
+        num_warps=config.warps, num_stages=config.stages, **launch_options(),
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _heads(
+    base, scale, angle, heads, d, partner, inside, eps,
+    HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Heads (column [H, 1]) of a projection, normed and rotated: float32 [H, D]."""
+    value = tl.load(base + heads * HEAD_DIM + d, mask=inside, other=0.0).to(tl.float32)
+    if NORM:
+        inverse = tl.rsqrt(tl.sum(value * value, axis=1) / HEAD_DIM + eps)[:, None]
+        value = value * inverse * tl.load(scale + d, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+    if HALF > 0:
+        other = tl.load(base + heads * HEAD_DIM + partner, mask=inside, other=0.0).to(tl.float32)
+        if NORM:
+            other = other * inverse * tl.load(scale + partner, mask=d < HEAD_DIM, other=0.0).to(tl.float32)
+        rotated = d < 2 * HALF
+        cos = tl.load(angle + d % HALF, mask=rotated, other=1.0)
+        sin = tl.load(angle + HALF + d % HALF, mask=rotated, other=0.0)
+        value = value * cos + other * tl.where(d < HALF, -sin, sin)
+    return value
+
+
+@triton.jit
+def _capped(score, softcap, SOFTCAP: tl.constexpr):
+    """Scores to the base-2 logarithm's scale, soft-capped."""
+    if SOFTCAP:
+        # tanh(y) = 1 - 2 / (1 + exp(2 y))
+        score = softcap * (1.0 - 2.0 / (1.0 + tl.exp2(score * (2.0 * LOG2E) / softcap)))
+    return score * LOG2E
+
+
+@triton.jit
+def _decode(
+    q, k_cache, v_cache, page_table, slots, lengths, out, sums, maxima, arrived,
+    rope_table, q_scale, k_scale, eps, scale, softcap, table_stride, q_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
+    HALF: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, MERGE_G: tl.constexpr,
+    MERGE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    split = tl.program_id(2)
+    slot = tl.load(slots + row)
+    length = tl.load(lengths + row).to(tl.int32)
+    table = page_table + slot * table_stride
+    first = 0
+    if WINDOW > 0:
+        first = tl.maximum(length - WINDOW, 0)
+    end = length  # of the tokens to read from the cache
+    if FUSED:
+        end = length - 1
+    step: tl.constexpr = SLICES * BLOCK
+    steps = tl.cdiv(tl.maximum(end - first, 0), step)
+    per_split = tl.maximum(tl.cdiv(steps, SPLITS), 1)
+    splits = tl.maximum(tl.cdiv(steps, per_split), 1)  # those that have something to do
+    if split >= splits:
+        wait_for_inputs(PDL)
+        return
+    low = first + split * per_split * step
+    high = tl.minimum(low + per_split * step, end)
+
+    g = tl.arange(0, BLOCK_G)[:, None]
+    d = tl.arange(0, BLOCK_D)[None, :]
+    inside = (g < GROUP) & (d < HEAD_DIM)
+    partner = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
+    angle = rope_table
+    if HALF > 0:
+        angle = rope_table + tl.maximum(length - 1, 0).to(tl.int64) * (2 * HALF)
+    wait_for_inputs(PDL)
+    base = q + row * q_stride
+    if FUSED:
+        query = _heads(base, q_scale, angle, head * GROUP + g, d, partner, inside, eps, HEAD_DIM, HALF, NORM)
+        query = query.to(q.dtype.element_ty)
+    else:
+        query = tl.load(base + (head * GROUP + g) * HEAD_DIM + d, mask=inside, other=0.0)
+
+    # Each slice's softmax state over its tokens. Tokens and dimensions are the long sides of the products, the few query
+    # heads the short one: 8 columns of the tensor cores' tile instead of 16 rows.
+    queries = tl.broadcast_to(tl.trans(query)[None, :, :], (SLICES, BLOCK_D, BLOCK_G))
+    top = tl.full((SLICES, BLOCK_G), float("-inf"), tl.float32)
+    total = tl.zeros((SLICES, BLOCK_G), tl.float32)
+    acc = tl.zeros((SLICES, BLOCK_D, BLOCK_G), tl.float32)
+    lanes = tl.arange(0, SLICES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    dims = tl.arange(0, BLOCK_D)
+    for start in tl.range(low, high, step):
+        t = start + lanes
+        there = t < high
+        page = tl.load(table + t // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+        at = ((page * PAGE_SIZE + t % PAGE_SIZE) * KV_HEADS + head) * HEAD_DIM
+        k = tl.load(
+            k_cache + at[:, :, None] + dims[None, None, :],
+            mask=there[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0,
+        )  # fmt: skip
+        v = tl.load(
+            v_cache + at[:, None, :] + dims[None, :, None],
+            mask=there[:, None, :] & (dims < HEAD_DIM)[None, :, None], other=0.0,
+        )  # fmt: skip
+        score = _capped(tl.dot(k, queries) * scale, softcap, SOFTCAP)
+        score = tl.where(there[:, :, None], score, float("-inf"))
+        new_top = tl.maximum(top, tl.max(score, axis=1))
+        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+        p = tl.exp2(score - safe[:, None, :])
+        keep = tl.exp2(top - safe)
+        total = total * keep + tl.sum(p, axis=1)
+        acc = tl.dot(v, p.to(v.dtype), acc * keep[:, None, :])
+        top = new_top
+
+    # The slices together.
+    best = tl.max(top, axis=0)
+    safe = tl.where(best == float("-inf"), 0.0, best)
+    part = tl.exp2(top - safe[None, :])
+    sum_ = tl.sum(total * part, axis=0)
+    result = tl.trans(tl.sum(acc * part[:, None, :], axis=0))
+
+    if FUSED:
+        if (split == splits - 1) & (length > 0):
+            # The newest token: its key and value come from the projection, and go into the cache.
+            one = tl.arange(0, 1)[:, None]
+            heads: tl.constexpr = KV_HEADS * GROUP
+            key = _heads(base, k_scale, angle, heads + head + one, d, partner, d < HEAD_DIM, eps, HEAD_DIM, HALF, NORM)
+            key = key.to(k_cache.dtype.element_ty)
+            value = tl.load(base + (heads + KV_HEADS + head) * HEAD_DIM + d, mask=d < HEAD_DIM, other=0.0)
+            last = length - 1
+            page = tl.load(table + last // PAGE_SIZE).to(tl.int64)
+            at = ((page * PAGE_SIZE + last % PAGE_SIZE) * KV_HEADS + head) * HEAD_DIM
+            tl.store(k_cache + at + d, key, mask=d < HEAD_DIM)
+            tl.store(v_cache + at + d, value.to(v_cache.dtype.element_ty), mask=d < HEAD_DIM)
+            score = tl.sum(query.to(tl.float32) * key.to(tl.float32), axis=1) * scale
+            score = _capped(score, softcap, SOFTCAP)
+            new_best = tl.maximum(best, score)
+            keep = tl.exp2(best - new_best)
+            p = tl.exp2(score - new_best)
+            sum_ = sum_ * keep + p
+            result = result * keep[:, None] + p[:, None] * value.to(tl.float32)
+            best = new_best
+
+    target = out + (row * KV_HEADS * GROUP + head * GROUP + g) * HEAD_DIM + d
+    if SPLITS == 1:
+        sum_ = tl.where(sum_ == 0.0, 1.0, sum_)  # a padding row
+        tl.store(target, (result / sum_[:, None]).to(out.dtype.element_ty), mask=inside)
+    else:
+        which = row * KV_HEADS + head
+        if splits == 1:
+            sum_ = tl.where(sum_ == 0.0, 1.0, sum_)
+            tl.store(target, (result / sum_[:, None]).to(out.dtype.element_ty), mask=inside)
+        else:
+            lane = tl.arange(0, BLOCK_G)
+            slot_ = (which * SPLITS + split) * GROUP + lane
+            tl.store(sums + slot_[:, None] * HEAD_DIM + d, result, mask=inside)
+            tl.store(maxima + 2 * slot_, best, mask=lane < GROUP)
+            tl.store(maxima + 2 * slot_ + 1, sum_, mask=lane < GROUP)
+            tl.debug_barrier()
+            before = tl.atomic_add(arrived + which, 1, sem="acq_rel", scope="gpu")
+            if before == splits - 1:
+                tl.store(arrived + which, 0)
+                _merge(
+                    out, sums, maxima, which, splits, GROUP, HEAD_DIM, BLOCK_D, SPLITS, MERGE_G, MERGE
+                )  # fmt: skip
+
+
+@triton.jit
+def _merge(
+    out, sums, maxima, which, splits, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
+    SPLITS: tl.constexpr, MERGE_G: tl.constexpr, MERGE: tl.constexpr,
+):  # fmt: skip
+    """The states of the splits (base, sum, maximum) into the output of one row and KV head."""
+    g = tl.arange(0, MERGE_G)[None, :]
+    d = tl.arange(0, BLOCK_D)[None, None, :]
+    every = tl.arange(0, SPLITS)[:, None]
+    at = maxima + 2 * ((which * SPLITS + every) * GROUP + g)
+    known = (every < splits) & (g < GROUP)
+    best = tl.max(tl.load(at, mask=known, other=float("-inf"), cache_modifier=".cg"), axis=0)[None, :]
+    total = tl.zeros((MERGE_G,), tl.float32)
+    acc = tl.zeros((MERGE_G, BLOCK_D), tl.float32)
+    for start in tl.range(0, splits, MERGE):
+        some = start + tl.arange(0, MERGE)[:, None]
+        there = (some < splits) & (g < GROUP)
+        slot = (which * SPLITS + some) * GROUP + g
+        top = tl.load(maxima + 2 * slot, mask=there, other=float("-inf"), cache_modifier=".cg")
+        sum_ = tl.load(maxima + 2 * slot + 1, mask=there, other=0.0, cache_modifier=".cg")
+        weight = tl.where(there, tl.exp2(top - best), 0.0)
+        part = tl.load(
+            sums + slot[:, :, None] * HEAD_DIM + d, mask=there[:, :, None] & (d < HEAD_DIM), other=0.0,
+            cache_modifier=".cg",
+        )  # fmt: skip
+        total += tl.sum(sum_ * weight, axis=0)
+        acc += tl.sum(part * weight[:, :, None], axis=0)
+    heads = tl.arange(0, MERGE_G)[:, None]
+    dims = tl.arange(0, BLOCK_D)[None, :]
+    target = out + (which * GROUP + heads) * HEAD_DIM + dims
+    result = acc / tl.where(total == 0.0, 1.0, total)[:, None]
+    tl.store(target, result.to(out.dtype.element_ty), mask=(heads < GROUP) & (dims < HEAD_DIM))
