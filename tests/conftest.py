@@ -1,0 +1,18 @@
+"""Fixtures for tests of all kinds."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+
+import pytest
+from support.server import Server, serving
+
+
+@pytest.fixture(scope="module")
+def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
+    """`start_server(*options, ranks=2)`: a ready server that lives as long as the module's tests and then ends cleanly."""
+    with ExitStack() as stack:
+        yield lambda *options, **arguments: stack.enter_context(
+            serving(tmp_path_factory.mktemp("server"), *options, **arguments)
+        )
