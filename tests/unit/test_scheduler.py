@@ -6,7 +6,7 @@ import random
 from itertools import pairwise
 
 import pytest
-from toy_engine import EOS, ToyLoop, oracle, random_prompt
+from toy_engine import EOS, VOCAB, ToyLoop, oracle, random_prompt
 
 from spmd_serve.types import Abort, FinishReason, ServicePhase, StepInput
 
@@ -46,6 +46,15 @@ def test_every_way_to_end(overlap: bool) -> None:
     assert {reason for kind, reason in reasons if kind in (1, 5)} == {FinishReason.LENGTH}
     assert all(len(loop.texts[uid]) > 12 or loop.ended[uid].reason == "length" for uid in range(4, 70, 7))
     assert loop.first_step.keys() == loop.requests.keys()
+
+
+def test_min_tokens_come_before_any_stop() -> None:
+    """The first token that may end a request is the one after `min_tokens`."""
+    loop = ToyLoop()
+    every = tuple(range(VOCAB))  # each token would stop it
+    loop.run([loop.request(n, [n + 1], 10, stop_token_ids=every, min_tokens=n) for n in range(6)])
+    assert [len(loop.texts[n]) for n in range(6)] == [n + 1 for n in range(6)]
+    assert {finish.reason for finish in loop.ended.values()} == {FinishReason.STOP}
 
 
 @BOTH
