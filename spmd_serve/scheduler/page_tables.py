@@ -40,20 +40,20 @@ class PageTables:
         """
         pool = self.pool
         available = pool.num_available
-        if available <= sequence.blocked_at and headroom:
-            return False
+        if headroom and available <= sequence.blocked_at[0] and self.cache.version == sequence.blocked_at[1]:
+            return False  # nothing has become better since
         known = len(sequence.tokens)
         found: list[int] = []
         if sequence.use_cache:  # at least one token is computed, or there would be no logits to sample from
             found = self.cache.match(sequence.tokens, (known - 1) // self.page_size, sequence.salt)
         missing = -(-known // self.page_size) - len(found)
         if available - pool.count_cached(found) < missing + headroom:
-            sequence.blocked_at = available
+            sequence.blocked_at = (available, self.cache.version)
             return False
         pool.retain(found)
         sequence.pages = found + pool.allocate(missing)
         sequence.num_shared = len(found)
-        sequence.blocked_at = -1
+        sequence.blocked_at = (-1, -1)
         self._writes.append((slot, 0, sequence.pages[:]))
         return True
 

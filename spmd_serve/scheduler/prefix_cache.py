@@ -23,6 +23,7 @@ class PrefixCache:
         self._page_size = page_size
         self._page_of: dict[tuple[int, bytes], int] = {}
         self.edge_of: dict[int, tuple[int, bytes]] = {}  # page -> its edge; the pages that are in the tree
+        self.version = 0  # grows with every add(): a lookup that failed may succeed now
 
     def __len__(self) -> int:
         return len(self.edge_of)
@@ -60,6 +61,7 @@ class PrefixCache:
         data = tokens[start * size : stop * size].tobytes()
         parent = pages[start - 1] if start else ROOT
         assert parent == ROOT or parent in self.edge_of, f"page {parent} is not in the tree"
+        self.version += 1
         kept: list[int] = []
         for i in range(stop - start):
             contents = data[i * width : (i + 1) * width]

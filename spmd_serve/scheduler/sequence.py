@@ -34,7 +34,7 @@ class Sequence:
         prefill_end: how many tokens were known when it got its row; beyond that it decodes.
         committed_chunk: end of the last chunk that was committed.
         num_shared: leading pages that are in the prefix cache.
-        blocked_at: pages that were available when it last found too few of them.
+        blocked_at: (available pages, version of the prefix cache) when it last found too few pages.
         cached_tokens: prompt tokens that its first prefill found in the cache; None before that.
         started: whether its first token was put out.
         logprobs_end: prompt positions below this have had their logprobs put out.
@@ -101,7 +101,7 @@ class Sequence:
         self.prefill_end = 0
         self.committed_chunk = 0
         self.num_shared = 0
-        self.blocked_at = -1
+        self.blocked_at = (-1, -1)
         self.cached_tokens: int | None = None
         self.started = False
         self.logprobs_end = 0

@@ -511,6 +511,17 @@ def test_lowest_priority_gives_way_first() -> None:
     assert list(loop.ended) == [3, 2, 1, 0]
 
 
+def test_a_blocked_prompt_tries_again_when_the_cache_has_grown() -> None:
+    """It has no room while its beginning is computed by another one, and fits once that is cached."""
+    loop = ToyLoop(page_size=4, num_pages=30, max_batch_tokens=48, max_model_len=121)
+    shared = prompts(1, 60, 60)[0]
+    loop.step([loop.request(0, [*shared, 1], 50, ignore_eos=True), loop.request(1, [*shared, 2], 5, ignore_eos=True)])
+    loop.run()
+    loop.check_texts()
+    assert loop.first_step[1] < 4 and loop.cached[1] > 40
+    assert list(loop.ended) == [1, 0]
+
+
 def test_preempted_sequence_finds_its_own_pages() -> None:
     """Recompute costs little while its pages are still cached: the first victim's come back after the other's end."""
     loop = ToyLoop(page_size=4, num_pages=16, max_batch_tokens=64)
