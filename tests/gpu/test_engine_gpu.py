@@ -1,6 +1,7 @@
 """The engine on a GPU against a float32 reference: transformers on the same weights."""
 
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -28,9 +29,9 @@ def make_checkpoint(folder: Path, family: str) -> Path:
         "tie_word_embeddings": True,
     }
     config = {
-        "llama": lambda: LlamaConfig(num_attention_heads=9, num_key_value_heads=3, head_dim=64, **sizes),
+        "llama": lambda: LlamaConfig(**sizes | {"hidden_size": 576}, num_attention_heads=9, num_key_value_heads=3),
         "qwen3": lambda: Qwen3Config(num_attention_heads=16, num_key_value_heads=8, head_dim=128, **sizes),
-        "qwen3-wide": lambda: Qwen3Config(num_attention_heads=10, num_key_value_heads=2, head_dim=128, **sizes),
+        "qwen3-wide": lambda: Qwen3Config(num_attention_heads=16, num_key_value_heads=2, head_dim=128, **sizes),
     }[family]()
     model = AutoModelForCausalLM.from_config(config)
     for parameter in model.parameters():
@@ -62,12 +63,16 @@ def llm(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
     torch.cuda.empty_cache()
 
 
-def reference_logprobs(folder: Path, tokens: list[int]) -> torch.Tensor:
+def reference_logprobs(folder: Path, tokens: list[int]) -> tuple[torch.Tensor, float]:
+    """transformers' log-probabilities in float32, and how far its own bfloat16 ones are from them at most."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).cuda().eval()
-    with torch.no_grad():
-        return model(torch.tensor([tokens], device="cuda")).logits[0].log_softmax(-1).cpu()
+    found = []
+    for dtype in (torch.float32, torch.bfloat16):
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).cuda().eval()
+        with torch.no_grad():
+            found.append(model(torch.tensor([tokens], device="cuda")).logits[0].float().log_softmax(-1).cpu())
+    return found[0], float((found[0] - found[1]).abs().max())
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -79,14 +84,14 @@ def prompts(count: int) -> list[list[int]]:
 def check(folder: Path, result: Generation) -> None:
     """Log-probabilities within bfloat16's error, and no token that the reference finds clearly worse than its best."""
     tokens = result.prompt_ids + result.token_ids
-    expected = reference_logprobs(folder, tokens)
+    expected, error = reference_logprobs(folder, tokens)
     first = len(result.prompt_ids) - 1
     for i, (token, entry) in enumerate(zip(result.token_ids, result.logprobs, strict=True)):
         row = expected[first + i]
-        assert abs(entry.logprob - float(row[token])) < 0.15, (i, entry.logprob, float(row[token]))
-        assert float(row.max() - row[token]) < 0.15, "another token than the reference's by more than rounding"
+        assert abs(entry.logprob - float(row[token])) < 1.5 * error, (i, entry.logprob, float(row[token]))
+        assert float(row.max() - row[token]) < 2 * error, "another token than the reference's by more than rounding"
     for i, entry in enumerate(result.prompt_logprobs):
-        assert abs(entry.logprob - float(expected[i, tokens[i + 1]])) < 0.15, i
+        assert abs(entry.logprob - float(expected[i, tokens[i + 1]])) < 1.5 * error, i
 
 
 def test_logprobs_of_mixed_batches(checkpoint: Path, llm: LLM) -> None:
@@ -108,16 +113,17 @@ def test_prompt_logprobs_and_prefix_hit(checkpoint: Path, llm: LLM) -> None:
     check(checkpoint, warm)
 
 
-def test_seeded_sampling_is_alike_in_any_company(llm: LLM) -> None:
+def test_seeded_sampling_repeats(checkpoint: Path) -> None:
+    """The same request has the same tokens again. (Without the prefix cache: a hit computes other sums, which round.)"""
+    llm = LLM("--model", str(checkpoint), "--prefix-cache", "off", "--num-pages", "512", "--max-num-seqs", "8")
     params = SamplingParams(max_tokens=30, temperature=0.5, seed=42, ignore_eos=True)
-    others = SamplingParams(max_tokens=25, temperature=0.9, seed=1, ignore_eos=True)
     prompt = prompts(4)[3]
-    alone = llm.generate([prompt], params)[0].token_ids
-    again = llm.generate([prompt], params)[0].token_ids
-    assert alone == again
-    beside = llm.generate([*prompts(3), prompt], [others, others, others, params])[3].token_ids
-    same = sum(a == b for a, b in zip(alone, beside, strict=True))
-    assert same > 10, "rounding may part the two late, not early"
+    first, again, twice = (llm.generate([prompt] * n, params)[-1].token_ids for n in (1, 1, 2))
+    other = llm.generate([prompt], replace(params, seed=43))[0].token_ids
+    llm.close()
+    assert first == again
+    assert first[:3] == twice[:3], "another batch size may round otherwise, not sample otherwise"
+    assert first != other
 
 
 def test_eager_and_captured_steps_agree(checkpoint: Path) -> None:
