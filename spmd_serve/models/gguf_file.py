@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from gguf import GGMLQuantizationType, GGUFReader
+from gguf.quants import dequantize
 from torch import Tensor
 
 from spmd_serve.errors import UnsupportedModelError, WeightsError
@@ -43,6 +45,13 @@ ARCHITECTURES = {
 }
 
 
+class _Reader(GGUFReader):  # type: ignore[misc]
+    """The library's reader over a plain array: views of an np.memmap cost three times as much, and it makes millions."""
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value.view(np.ndarray) if isinstance(value, np.memmap) else value)
+
+
 class GgufFile:
     """A GGUF file's metadata and tensors (all parts of a split file).
 
@@ -52,10 +61,8 @@ class GgufFile:
     """
 
     def __init__(self, path: Path) -> None:
-        from gguf import GGUFReader  # slow to import, and only conversions need it
-
         try:
-            readers = [GGUFReader(part) for part in split_parts(path)]
+            readers = [_Reader(part) for part in split_parts(path)]
             self.meta: dict[str, Any] = {name: field.contents() for name, field in readers[0].fields.items()}
             self.tensors: dict[str, Any] = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
             name = str(self.meta["general.architecture"])
@@ -89,17 +96,14 @@ class GgufFile:
 
     def values(self, name: str) -> Tensor:
         """A tensor, dequantised: float32, or the file's own type if that is a float."""
-        from gguf import GGMLQuantizationType as Type
-        from gguf.quants import dequantize
-
         tensor = self.tensors[name]
         shape = tuple(int(n) for n in reversed(tensor.shape))
         kind = tensor.tensor_type
         try:
-            if kind == Type.BF16:
+            if kind == GGMLQuantizationType.BF16:
                 raw = tensor.data.copy().view(np.int16)
                 return torch.from_numpy(raw).view(torch.bfloat16).reshape(shape)
-            values = tensor.data if kind == Type.F16 else dequantize(tensor.data, kind)
+            values = tensor.data if kind == GGMLQuantizationType.F16 else dequantize(tensor.data, kind)
         except NotImplementedError as error:
             raise UnsupportedModelError(f"tensor {name} has the GGUF type {kind.name}, which is not read") from error
         return torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(shape)

