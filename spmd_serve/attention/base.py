@@ -12,6 +12,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from spmd_serve.kernels.decode_attention import Rotation
+
 
 @dataclass(frozen=True)
 class AttentionSpec:
@@ -70,6 +72,17 @@ class AttentionBackend(Protocol):
         """q: [tokens, q_heads, head_dim]; caches: [pages, page_size, kv_heads, head_dim] -> [tokens, q_heads, head_dim].
 
         Query head h attends to KV head h // (q_heads / kv_heads).
+        """
+        ...
+
+    def decodes_whole(self) -> bool:
+        """Whether the planned step can go through `decode`."""
+        ...
+
+    def decode(self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
+        """A pure decode step from the raw projection: norms, rotation and the cache write are done inside.
+
+        qkv: [rows, (q_heads + 2 * kv_heads) * head_dim] -> [rows, q_heads, head_dim].
         """
         ...
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from spmd_serve.attention.base import AttentionBatch, AttentionSpec
-from spmd_serve.kernels.decode_attention import DecodeWorkspace, decode_attention
+from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention
 
 _WORKSPACE_BYTES = 256 * 2**20
 _PLANS_IN_FLIGHT = 2  # steps whose plan a GPU may still be copying when the next one is made
@@ -70,12 +70,21 @@ class FlashInferAttention:
         wrapper.run(q[decodes:], (k_cache, v_cache), out=out[decodes:])
         return out
 
-    def _attend_decodes(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
+    def decodes_whole(self) -> bool:
+        return self._batch is not None and not self._batch.chunks
+
+    def decode(self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
+        return self._attend_decodes(qkv, k_cache, v_cache, spec, rotation)
+
+    def _attend_decodes(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, rotation: Rotation | None = None
+    ) -> Tensor:
         assert self._batch is not None
         batch = self._batch
         if self._decode is None:
-            rows, kv_heads = batch.page_table.shape[0], k_cache.shape[2]
-            self._decode = DecodeWorkspace(rows, q.shape[1], kv_heads, q.shape[2], self._device)
+            rows, (kv_heads, head_dim) = batch.page_table.shape[0], k_cache.shape[2:]
+            q_heads = q.shape[1] if rotation is None else q.shape[1] // head_dim - 2 * kv_heads
+            self._decode = DecodeWorkspace(rows, q_heads, kv_heads, head_dim, self._device)
         return decode_attention(
             q,
             k_cache,
@@ -86,6 +95,7 @@ class FlashInferAttention:
             scale=spec.scale,
             window=spec.window,
             softcap=spec.softcap,
+            rotation=rotation,
             workspace=self._decode,
         )
 

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spmd_serve.attention.base import AttentionBatch, AttentionSpec, ChunkSpan
+from spmd_serve.kernels.decode_attention import Rotation
 
 
 @dataclass
@@ -59,6 +60,12 @@ class TorchAttention:
             rows = slice(chunk.span.offset, chunk.span.offset + chunk.span.length)
             out[rows] = _prefill(q[rows], k_cache, v_cache, chunk, spec)
         return out
+
+    def decodes_whole(self) -> bool:
+        return False
+
+    def decode(self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
+        raise NotImplementedError("decodes_whole says no")
 
 
 def _group_decodes(batch: AttentionBatch) -> list[_DecodeGroup]:

@@ -1,8 +1,8 @@
 """Decode steps as CUDA graphs: one pair for each batch size, sharing memory.
 
-The first graph goes from the rows' state to the logits, the second samples and advances the rows. Between them stands
-what only some steps need (penalties, filters, grammars), which works on the logits buffer. A batch runs in the next
-larger size; its padding rows are the row table's padding slot, which writes no K and V.
+The first graph goes from the rows' state to the logits, the second samples and advances the rows. Steps with rows that
+need more (penalties, filters, grammars) use the first alone. A batch runs in the next larger size; its padding rows are
+the row table's padding slot, which writes no K and V.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class DecodeGraphs:
     """Captured decode steps.
 
     Args:
-        forward: slots int64 [n] -> logits float32 [n, vocabulary rows of this rank]. Reads the row table.
+        forward: slots int64 [n] -> logits [n, vocabulary rows of this rank]. Reads the row table.
         sample: (logits, slots) -> tokens int64 [n]. Advances the row table.
         padding_slot: the slot that padding rows use.
     """
@@ -75,22 +75,31 @@ class DecodeGraphs:
             took = time.perf_counter() - started
             logger.info("captured %d CUDA graphs in %.1f s, up to %d rows", len(self._sizes), took, self._sizes[-1])
 
-    def run(self, slots: list[int], between: Callable[[Tensor], None]) -> Tensor:
-        """Replay the step of these rows; `between` may change the logits. Returns the tokens, int64 [len(slots)].
+    def run(self, slots: list[int]) -> Tensor:
+        """Replay the step of these rows. Returns the tokens, int64 [len(slots)].
 
         The result is overwritten by the next step of the same size: copy it on the same stream.
         """
-        count = len(slots)
-        size = self._sizes[bisect.bisect_left(self._sizes, count)]
+        size = self._upload(slots)
+        forward, _, sample, tokens = self._graphs[size]
+        forward.replay()
+        sample.replay()
+        return tokens[: len(slots)]
+
+    def run_forward(self, slots: list[int]) -> tuple[Tensor, Tensor]:
+        """The step's first half: (slots int64 [n], logits [n, vocabulary rows of this rank]), for own sampling."""
+        size = self._upload(slots)
+        forward, logits, _, _ = self._graphs[size]
+        forward.replay()
+        return self._slots[: len(slots)], logits[: len(slots)]
+
+    def _upload(self, slots: list[int]) -> int:
+        """Put the slots in place and return the size of the graph to run."""
         if slots is not self._uploaded and slots != self._uploaded:
-            padded = slots + [self._padding_slot] * (len(self._slots) - count)
+            padded = slots + [self._padding_slot] * (len(self._slots) - len(slots))
             self._slots.copy_(upload_list(padded, self._device), non_blocking=True)
         self._uploaded = slots
-        forward, logits, sample, tokens = self._graphs[size]
-        forward.replay()
-        between(logits[:count])
-        sample.replay()
-        return tokens[:count]
+        return self._sizes[bisect.bisect_left(self._sizes, len(slots))]
 
     def fits(self, count: int) -> bool:
         """Whether a step of `count` rows was captured."""

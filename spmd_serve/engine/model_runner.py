@@ -23,6 +23,7 @@ from spmd_serve.engine.row_extras import RowExtras
 from spmd_serve.engine.row_table import RowTable
 from spmd_serve.engine.sampler import Sampler
 from spmd_serve.errors import DeviceMemoryError
+from spmd_serve.kernels.rows import advance_rows_, decode_inputs
 from spmd_serve.models.decoder import Decoder
 from spmd_serve.models.model_config import ModelConfig
 from spmd_serve.types import NewRow, PrefillChunk, SamplingParams, ScheduledBatch, StepTokens, TokenLogprobs
@@ -173,9 +174,13 @@ class ModelRunner:
             return PendingStep(lambda: StepTokens([], {}, _read(prompt_logprobs)))
         logits = self._decoder.logits(hidden if step.sample_rows is None else hidden[step.sample_rows])
         extras = self._sampled_extras(step.sample_slots_host)
-        raw = self._process(logits, step.sample_slots_host, extras)
+        raw = None
+        if extras:
+            logits = logits.float()
+            raw = self._process(logits, step.sample_slots_host, extras)
         slots = step.sample_slots
-        tokens = self._sample(logits, slots, self._rows.length[slots])
+        tokens = self._draw(logits, slots, self._rows.length[slots])
+        self._rows.last_token.index_copy_(0, slots, tokens)
         return self._pending(tokens, extras, raw, prompt_logprobs)
 
     # ---- pure decode, captured -----------------------------------------------------------------------------------
@@ -184,27 +189,28 @@ class ModelRunner:
         for slot in slots:
             self._rows.lengths[slot] += 1
         extras = self._sampled_extras(slots)
-        raw: list[Tensor | None] = [None]
-
-        def between(logits: Tensor) -> None:
-            raw[0] = self._process(logits, slots, extras)
-
-        return self._pending(graphs.run(slots, between), extras, raw[0], {})
+        if not extras:
+            return self._pending(graphs.run(slots), [], None, {})
+        device_slots, logits = graphs.run_forward(slots)
+        logits = logits.float()
+        raw = self._process(logits, slots, extras)
+        return self._pending(self._decode_sample(logits, device_slots), extras, raw, {})
 
     def _decode_forward(self, slots: Tensor) -> Tensor:
         """Logits of one token per row, from the rows' state alone. slots: int64 [n]."""
         assert self._kv is not None
-        rows, page_size = self._rows, self._limits.page_size
-        positions = rows.length[slots]
-        pages = rows.page_table[slots, positions // page_size].long()
-        locations = torch.where(slots == rows.padding_slot, -1, pages * page_size + positions % page_size)
-        self._attention.plan(AttentionBatch(rows.page_table, page_size, slots, positions + 1, []))
-        return self._decoder.logits(self._decoder(rows.last_token[slots], positions, locations, self._kv.layers))
+        rows = self._rows
+        tokens, positions, lengths = decode_inputs(slots, rows.last_token, rows.length, rows.padding_slot)
+        self._attention.plan(AttentionBatch(rows.page_table, self._limits.page_size, slots, lengths, []))
+        assert self._attention.decodes_whole(), "the attention kernel finds the cache locations itself"
+        return self._decoder.logits(self._decoder(tokens, positions, positions, self._kv.layers))
 
     def _decode_sample(self, logits: Tensor, slots: Tensor) -> Tensor:
-        lengths = torch.where(slots == self._rows.padding_slot, 0, self._rows.length[slots] + 1)
-        self._rows.advance(slots, lengths)
-        return self._sample(logits, slots, lengths)
+        rows = self._rows
+        _, _, lengths = decode_inputs(slots, rows.last_token, rows.length, rows.padding_slot)
+        tokens = self._draw(logits, slots, lengths)
+        advance_rows_(slots, tokens, lengths, rows.last_token, rows.length)
+        return tokens
 
     # ---- from logits to tokens -----------------------------------------------------------------------------------
 
@@ -219,12 +225,10 @@ class ModelRunner:
         self._sampler.filter_(logits, [self._params(slot) for slot in slots])
         return raw
 
-    def _sample(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
-        """Draw a token per row and make it the row's last; `positions` are those of the new tokens."""
+    def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
+        """A token per row; `positions` are those of the new tokens. Collective."""
         rows = self._rows
-        tokens = self._sampler.sample(logits, rows.temperature[slots], rows.seed[slots], positions)
-        rows.last_token.index_copy_(0, slots, tokens)
-        return tokens
+        return self._sampler.sample(logits, rows.temperature[slots], rows.seed[slots], positions)
 
     def _pending(
         self,
@@ -295,7 +299,7 @@ class ModelRunner:
             for first in range(0, len(following), _LOGPROB_ROWS):
                 targets = torch.tensor(following[first : first + _LOGPROB_ROWS], device=self._device)
                 start = span.offset + first
-                logits = self._decoder.logits(hidden[start : start + len(targets)])
+                logits = self._decoder.logits(hidden[start : start + len(targets)]).float()
                 top = [extra.params.prompt_logprobs or 0] * len(targets)
                 out[i].append(token_logprobs(logits, targets, top, self._comm, self._partition.vocab))
         return out

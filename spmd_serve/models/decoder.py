@@ -15,6 +15,7 @@ from torch import Tensor
 from spmd_serve.attention.base import AttentionBackend, AttentionSpec
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import Partition
+from spmd_serve.kernels.decode_attention import Rotation
 from spmd_serve.kernels.rope_cache import rope_and_cache
 from spmd_serve.layers.embedding import Embedding
 from spmd_serve.layers.linear import Linear
@@ -94,8 +95,12 @@ class Attention:
             return torch.zeros_like(x)
         k_cache, v_cache = kv
         qkv = self.qkv(x, norm=norm)
-        q = self._cache_gpu(qkv, step, k_cache, v_cache) if qkv.is_cuda else self._cache(qkv, step, k_cache, v_cache)
-        out = self._ctx.attention.attend(q, k_cache, v_cache, self._spec)
+        attention = self._ctx.attention
+        if attention.decodes_whole():
+            out = attention.decode(qkv, self._rotation(), k_cache, v_cache, self._spec)
+        else:
+            cache = self._cache_gpu if qkv.is_cuda else self._cache
+            out = attention.attend(cache(qkv, step, k_cache, v_cache), k_cache, v_cache, self._spec)
         return self.o(out.view(x.shape[0], -1), residual=residual)
 
     def _cache(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
@@ -113,12 +118,21 @@ class Attention:
 
     def _cache_gpu(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """`_cache` in one kernel."""
+        rotation = self._rotation()
         return rope_and_cache(
             qkv,
             step.positions,
             step.kv_locations,
             k_cache,
             v_cache,
+            rope_table=rotation.rope_table,
+            q_scale=rotation.q_scale,
+            k_scale=rotation.k_scale,
+            eps=rotation.eps,
+        )
+
+    def _rotation(self) -> Rotation:
+        return Rotation(
             rope_table=self._rope_table,
             q_scale=None if self.q_norm is None else self.q_norm.scale,
             k_scale=None if self.k_norm is None else self.k_norm.scale,
@@ -286,10 +300,10 @@ class Decoder:
         return _add_norm(x, residual, self.norm)[0]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """hidden: [rows, hidden] -> float32 [rows, vocabulary rows of this rank]."""
-        logits = self.lm_head(hidden).float()
+        """hidden: [rows, hidden] -> [rows, vocabulary rows of this rank], in the compute type or float32."""
+        logits = self.lm_head(hidden)
         cap = self._ctx.model.final_softcap
-        return logits if cap is None else torch.tanh(logits / cap) * cap
+        return logits if cap is None else torch.tanh(logits.float() / cap) * cap
 
     def pieces(self) -> Iterator[WeightPiece]:
         """All parameters and where they come from."""

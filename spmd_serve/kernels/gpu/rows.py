@@ -1,0 +1,54 @@
+"""Triton twin of spmd_serve.kernels.rows."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
+
+BLOCK = 256
+
+
+def decode_inputs(
+    slots: Tensor, last_token: Tensor, length: Tensor, padding_slot: int
+) -> tuple[Tensor, Tensor, Tensor]:
+    """See spmd_serve.kernels.rows.decode_inputs."""
+    n = slots.shape[0]
+    tokens, positions, lengths = (torch.empty(n, dtype=torch.int64, device=slots.device) for _ in range(3))
+    _decode_inputs[(triton.cdiv(n, BLOCK),)](
+        slots, last_token, length, tokens, positions, lengths, n, padding_slot, BLOCK=BLOCK, **launch_options()
+    )
+    return tokens, positions, lengths
+
+
+def advance_rows_(slots: Tensor, tokens: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor) -> None:
+    """See spmd_serve.kernels.rows.advance_rows_."""
+    n = slots.shape[0]
+    _advance_rows[(triton.cdiv(n, BLOCK),)](
+        slots, tokens, lengths, last_token, length, n, BLOCK=BLOCK, **launch_options()
+    )
+
+
+@triton.jit(do_not_specialize=["n", "padding_slot"])
+def _decode_inputs(
+    slots, last_token, length, tokens, positions, lengths, n, padding_slot, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < n
+    wait_for_inputs(PDL)
+    slot = tl.load(slots + row, mask=inside, other=0)
+    position = tl.load(length + slot, mask=inside, other=0)
+    tl.store(tokens + row, tl.load(last_token + slot, mask=inside, other=0), mask=inside)
+    tl.store(positions + row, position, mask=inside)
+    tl.store(lengths + row, tl.where(slot == padding_slot, 0, position + 1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["n"])
+def _advance_rows(slots, tokens, lengths, last_token, length, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = row < n
+    wait_for_inputs(PDL)
+    slot = tl.load(slots + row, mask=inside, other=0)
+    tl.store(last_token + slot, tl.load(tokens + row, mask=inside, other=0), mask=inside)
+    tl.store(length + slot, tl.load(lengths + row, mask=inside, other=0), mask=inside)
