@@ -9,6 +9,7 @@ threshold per row, worked out from each rank's best candidates; logits below it 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -55,17 +56,17 @@ class Sampler:
             return
         chosen = [params[i] for i in rows]
         index = torch.tensor(rows, device=logits.device)
-        temperature = logits.new_tensor([p.temperature for p in chosen])[:, None]
-        scaled = logits[index] / temperature
-        largest_k = max((p.top_k for p in chosen if p.top_k < self._vocab_size), default=0)
-        wants_mass = any(p.top_p < 1 and not p.top_k for p in chosen)
-        count = max(largest_k, _CANDIDATES if wants_mass else 1)
-        thresholds, complete = self._thresholds(scaled, chosen, min(count, self._vocab_size))
-        if not complete:  # the same on all ranks: it follows from gathered data
-            thresholds, _ = self._thresholds(scaled, chosen, self._vocab_size)
+        filters = _Filters.create(chosen, self._vocab_size, logits)
+        scaled = logits[index] / filters.temperature[:, None]
+        count = max(max(p.top_k if p.top_k < self._vocab_size else 0 for p in chosen), 1)
+        if any(p.top_p < 1 and not p.top_k for p in chosen):
+            count = max(count, _CANDIDATES)
+        thresholds, enough = self._thresholds(scaled, filters, min(count, self._vocab_size))
+        if not enough:  # the same on all ranks: it follows from gathered data
+            thresholds, _ = self._thresholds(scaled, filters, self._vocab_size)
         logits[index] = logits[index].masked_fill(scaled < thresholds[:, None], float("-inf"))
 
-    def _thresholds(self, scaled: Tensor, params: Sequence[SamplingParams], count: int) -> tuple[Tensor, bool]:
+    def _thresholds(self, scaled: Tensor, filters: _Filters, count: int) -> tuple[Tensor, bool]:
         """Each row's lowest kept value of `scaled` [rows, shard], from the `count` best of every rank.
 
         Returns the thresholds [rows] and whether `count` candidates were enough to know them.
@@ -77,28 +78,48 @@ class Sampler:
             best[:, count] = scaled.logsumexp(dim=-1)
         gathered = self._comm.all_gather(best)
         candidates = gathered[..., :count]
-        # Values above every rank's last candidate are all known.
-        horizon = (
-            candidates[..., -1].amax(dim=0) if count < self._vocab_size else scaled.new_full((rows,), float("-inf"))
-        )
-        total = gathered[..., count].logsumexp(dim=0)
         ordered = candidates.transpose(0, 1).reshape(rows, -1).sort(dim=-1, descending=True).values
-        thresholds = scaled.new_full((rows,), float("-inf"))
-        complete = True
-        for i, p in enumerate(params):
-            row, limit, mass = ordered[i], float("-inf"), total[i]
-            if 0 < p.top_k < self._vocab_size:
-                limit = float(row[p.top_k - 1])
-                row = row[: p.top_k]
-                mass = row.logsumexp(dim=-1)
-            if p.top_p < 1:
-                before = (row - mass).exp().cumsum(dim=-1).roll(1)
-                before[0] = 0
-                kept = max(int((before < p.top_p).sum()), 1)
-                limit = max(limit, float(row[kept - 1]))
-                if not p.top_k and (kept == len(row) or limit < float(horizon[i])):
-                    complete = count >= self._vocab_size
-            if p.min_p > 0:
-                limit = max(limit, float(ordered[i, 0] + torch.tensor(p.min_p).log()))
-            thresholds[i] = limit
-        return thresholds, complete
+        width = ordered.shape[1]
+        kept = filters.top_k.clamp(max=width)
+        up_to = ordered.logcumsumexp(dim=-1)
+        # top-p is a share of what top-k keeps, or of everything.
+        total = gathered[..., count].logsumexp(dim=0)
+        mass = torch.where(filters.has_top_k, up_to.gather(1, kept[:, None] - 1)[:, 0], total)
+        before = (up_to - mass[:, None]).exp().roll(1, dims=-1)  # probability of all better ones
+        before[:, 0] = 0
+        in_nucleus = (before < filters.top_p[:, None]).sum(dim=-1).clamp(min=1)
+        kept = torch.minimum(kept, in_nucleus)
+        thresholds = ordered.gather(1, kept[:, None] - 1)[:, 0]
+        open_ended = ~filters.has_top_k & (filters.top_p >= 1)
+        thresholds = thresholds.masked_fill(open_ended, float("-inf"))
+        thresholds = torch.maximum(thresholds, ordered[:, 0] + filters.min_p.log())
+        if count >= self._vocab_size or not filters.any_bare_top_p:
+            return thresholds, True
+        # Values above every rank's last candidate are all known; a nucleus that reaches below them is not.
+        horizon = candidates[..., -1].amax(dim=0)
+        unsure = ~filters.has_top_k & (filters.top_p < 1) & ((kept == width) | (thresholds < horizon))
+        return thresholds, not bool(unsure.any())
+
+
+@dataclass(frozen=True)
+class _Filters:
+    """The filters of some rows, all [rows]. `top_k` is the vocabulary size where there is none."""
+
+    temperature: Tensor
+    top_k: Tensor
+    has_top_k: Tensor
+    top_p: Tensor
+    min_p: Tensor
+    any_bare_top_p: bool  # some row has top-p without top-k
+
+    @classmethod
+    def create(cls, params: Sequence[SamplingParams], vocab_size: int, like: Tensor) -> _Filters:
+        top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
+        return cls(
+            temperature=like.new_tensor([p.temperature for p in params]),
+            top_k=torch.tensor(top_k, device=like.device),
+            has_top_k=torch.tensor([k < vocab_size for k in top_k], device=like.device),
+            top_p=like.new_tensor([p.top_p for p in params]),
+            min_p=like.new_tensor([p.min_p for p in params]),
+            any_bare_top_p=any(p.top_p < 1 and k == vocab_size for p, k in zip(params, top_k, strict=True)),
+        )
