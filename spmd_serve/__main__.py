@@ -26,8 +26,9 @@ from spmd_serve.logs import set_up_logs
 from spmd_serve.types import ModelInfo, ServicePhase, ServiceState
 
 if TYPE_CHECKING:
+    from spmd_serve.distributed.beats import Progress
     from spmd_serve.distributed.board import Board
-    from spmd_serve.distributed.liveness import Liveness, Progress
+    from spmd_serve.distributed.liveness import Liveness
     from spmd_serve.models.model_config import ModelConfig
 
 logger = logging.getLogger("spmd_serve")
@@ -99,8 +100,9 @@ def _say_error(exc: object) -> None:
 
 def _run_rank(ranks: RankInfo, config: Config | None, exit_code: int | None, signals: StopSignals) -> int:
     """From the meeting of the ranks to their end."""
+    from spmd_serve.distributed.beats import Progress
     from spmd_serve.distributed.board import Failure, open_board
-    from spmd_serve.distributed.liveness import Liveness, Progress
+    from spmd_serve.distributed.liveness import Liveness
 
     progress = Progress()
     set_up_logs(config.server.log_level if config else "info", ranks.rank, lambda: progress.step)
@@ -150,8 +152,8 @@ def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack
 
 def _await_peers(board: Board) -> None:
     deadline = time.monotonic() + PEERS_GONE_S
-    others = {peer.rank for peer in board.peers} - {board.ranks.rank}
-    while not others <= board.gone() and time.monotonic() < deadline:
+    others = [peer.rank for peer in board.peers if peer.rank != board.ranks.rank]
+    while not all(board.is_gone(rank) for rank in others) and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -196,7 +198,7 @@ def _serve(
         progress=progress,
         link=frontend.link if frontend else None,
         requested_phase=lambda: liveness.phase,
-        exchange_times=lambda: liveness.exchange_times,
+        exchange_times=liveness.exchange_times,
     )
     board.gather("ready", True)
     liveness.serve(config.control, frontend.link.wake if frontend else lambda: None)

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import Protocol
 
 from spmd_serve.config import ControlOptions
+from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.channel import StepChannel
-from spmd_serve.distributed.liveness import Progress
 from spmd_serve.distributed.ranks import RankInfo
 from spmd_serve.errors import RankDivergenceError
 from spmd_serve.scheduler.digest import first_difference

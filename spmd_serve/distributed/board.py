@@ -138,16 +138,16 @@ class Board:
         self.store.set(f"stop/{level}", "1")
 
     def requested_stop(self) -> int:
-        """0: none; 1: drain; 2: at once."""
+        """What was asked for: 0, 1 or 2."""
         return 2 if self.store.check(["stop/2"]) else int(self.store.check(["stop/1"]))
 
     def say_gone(self) -> None:
         """This rank leaves; its silence from now on is no failure."""
         self.store.set(f"gone/{self.ranks.rank}", "1")
 
-    def gone(self) -> set[int]:
-        """The ranks that have said so."""
-        return {peer.rank for peer in self.peers if self.store.check([f"gone/{peer.rank}"])}
+    def is_gone(self, rank: int) -> bool:
+        """Whether a rank has said so."""
+        return self.store.check([f"gone/{rank}"])
 
 
 def _put(store: Store, key: str, value: object) -> None:

@@ -1,13 +1,12 @@
-"""The watcher: one thread per rank that sees what the main thread, inside a collective or a kernel, cannot.
+"""The watcher: a thread per rank that sees what the main thread, inside a collective or a kernel, cannot.
 
-Five times a second it publishes this rank's beat (step, how long in it, where), reads the failure and stop requests on the
-board, and judges: rank 0's watcher everybody, the others' rank 0. Whoever finds a rank dead, silent or stuck puts a Failure on
-the board; the first one counts, and every rank then ends: the main thread by itself if it can, else by force.
+It notices signals, failures of other ranks, and ranks that are dead, silent or stuck: rank 0's watcher judges everybody, the
+others' rank 0. What it finds goes on the board, where the first finding counts; every rank then ends, its main thread by itself
+if it can, else by force. The watcher itself never blocks: what may block is the messenger's (beats.py).
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
@@ -16,13 +15,12 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
-from datetime import timedelta
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from spmd_serve.config import ControlOptions
+from spmd_serve.distributed.beats import TICK_S, Messenger, Progress
 from spmd_serve.distributed.board import Board, Failure, Peer
 from spmd_serve.distributed.channel import is_peer_error
 from spmd_serve.distributed.signals import StopSignals
@@ -31,98 +29,60 @@ from spmd_serve.types import ServicePhase
 
 logger = logging.getLogger(__name__)
 
-TICK_S = 0.2
 START_SILENCE_S = 60.0  # while weights load, a thread may keep the interpreter for long
 SUSPECT_SILENCE_S = 1.2  # once a connection broke, the rank that is silent this long is the one
 EXPLAIN_S = 2.5  # how long a rank whose connection broke looks for the reason
+REPORT_S = 1.0  # how long a finding may take to get on the board
 START_STOP_S = 5.0  # a stop while starting is done by then
 GRACE_S = 3.0  # from a failure to the forced exit: rank 0 ends open requests in this time
-STDLIB = os.path.dirname(os.__file__) + "/"
-
-
-class Progress:
-    """What the main thread is doing. It alone writes; the watcher and the log read."""
-
-    def __init__(self) -> None:
-        self.step: int | None = None
-        self.since = time.monotonic()  # when it began that
-        self.busy = False  # in a step that must end, as opposed to waiting for work
-        self.exchange_s = 0.0  # how long the last exchange took
-
-    def begin(self, step: int) -> None:
-        """The main thread works on `step` from now on."""
-        self.step = step
-        self.since = time.monotonic()
-        self.busy = True
-
-    def idle(self) -> None:
-        """The main thread waits for work or, on a follower, for rank 0."""
-        self.busy = False
-
-
-@dataclass(frozen=True)
-class Beat:
-    """One sign of life of a rank. `waits`: its main thread is inside a collective, waiting for others."""
-
-    count: int
-    step: int
-    busy: bool
-    age: float
-    exchange_s: float
-    where: str = ""
-    waits: bool = False
+LATE_S = 2.0  # a watcher that comes this late was suspended or starved
 
 
 class Liveness:
-    """Watches the ranks from a thread of its own. `phase` and `failure` are for the main thread to read.
+    """Watches the ranks. `phase` and `failure` are for the main thread to read.
 
     Args:
-        board: the job's board; the watcher opens its own connection to it.
+        board: the job's board.
+        progress: of this rank's main thread.
+        signals: installed by the main thread, read by the watcher.
+
+    Attributes:
         on_failure: called once with the reason when the job has failed, from the watcher's thread.
+        phase: what signals here or on another rank ask for.
+        failure: why the job ends, once it is known.
     """
 
-    def __init__(
-        self,
-        board: Board,
-        progress: Progress,
-        signals: StopSignals,
-        on_failure: Callable[[str], None] = lambda reason: None,
-    ) -> None:
-        self._main_board = board
-        self._own = board.peers[board.ranks.rank]
-        self._progress = progress
-        self._signals = signals
-        self.on_failure = on_failure
+    def __init__(self, board: Board, progress: Progress, signals: StopSignals) -> None:
+        self.on_failure: Callable[[str], None] = lambda reason: None
         self.phase = ServicePhase.RUN
         self.failure: Failure | None = None
-        self.exchange_times: tuple[float, ...] = ()
+        self._ranks = board.ranks
+        self._peers = board.peers
+        self._own = board.peers[board.ranks.rank]
+        self._neighbours = [p for p in board.peers if p.node == self._own.node and p.pid != self._own.pid]
+        self._progress = progress
+        self._signals = signals
+        self._messenger = Messenger(board, progress)
         self._control: ControlOptions | None = None
         self._wake: Callable[[], None] = lambda: None
         self._leaving = False
         self._suspects = False
-        self._report: Failure | None = None
+        self._reported_at = 0.0
         self._settled = threading.Event()
-        self._count = 0
-        now = time.monotonic()
-        watched = board.peers if self._own.rank == 0 else board.peers[:1]
-        self._watched = [peer for peer in watched if peer is not self._own]
-        self._neighbours = [p for p in board.peers if p.node == self._own.node and p.pid != self._own.pid]
-        self._beats: dict[int, Beat] = {}
-        self._heard = {peer.rank: now for peer in self._watched}
-        self._last_tick = now
+        self._last_look = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
 
     # ---- for the main thread -------------------------------------------------------------------------------------
 
     def start(self) -> None:
+        self._messenger.start()
         self._thread.start()
 
     def serve(self, control: ControlOptions, wake: Callable[[], None]) -> None:
         """The step loop begins: judge by the options from now on, and call `wake` when a stop is requested."""
-        self._control = control
         self._wake = wake
         self._signals.interrupts = False
-        self._signals.poke()
+        self._control = control
 
     def leave(self) -> None:
         """The step loop has ended by agreement: ranks that go from now on are no failure."""
@@ -139,38 +99,35 @@ class Liveness:
         own = Failure(self._own.rank, self._own.hostname, kind, message, details)
         if is_peer_error(exc):
             self._suspects = True
-            self._settled.wait(EXPLAIN_S)
-        if not self._settled.is_set():
-            self._report = own
             self._signals.poke()
             self._settled.wait(EXPLAIN_S)
+        deadline = time.monotonic() + EXPLAIN_S
+        while not self._settled.is_set() and time.monotonic() < deadline:
+            self._report(own)
+            self._settled.wait(0.05)
         return self.failure or own
+
+    def exchange_times(self) -> tuple[float, ...]:
+        """Seconds of each rank's last exchange, by rank; for rank 0."""
+        beats = self._messenger.beats
+        return tuple(beats[rank].exchange_s for rank in sorted(beats))
 
     # ---- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        board: Board | None = None
         while True:
-            requested = self._signals.read(TICK_S)
-            try:
-                board = board or self._main_board.reopen()
-                self._heed(requested, board)
-                self._tick(board)
-            except RuntimeError as exc:
-                if not self._leaving:
-                    self._settle(self._store_failure(exc), found_here=True)
-                self._heed(requested, None)
-                time.sleep(TICK_S)
+            self._heed(self._signals.read(TICK_S))
+            if not self._settled.is_set() and not self._leaving:
+                self._look(time.monotonic())
 
-    def _heed(self, requested: ServicePhase, board: Board | None) -> None:
-        """Take in what signals here, or another rank, ask for."""
-        if board is not None:
-            if requested > self.phase:
-                board.request_stop(requested)
-            requested = ServicePhase(max(requested, board.requested_stop()))
+    def _heed(self, requested: ServicePhase) -> None:
+        """Take in what signals here, or on another rank, ask for."""
+        self._messenger.request = requested
+        requested = max(requested, self._messenger.stop)
         if requested <= self.phase or self.failure is not None:
             return
         self.phase = requested
+        self._messenger.poke()
         if self._control is None:
             # The main thread may be anywhere: the signal ends a sleep or a system call, and its handler raises Stopped.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
@@ -182,121 +139,80 @@ class Liveness:
             _exit_after(GRACE_S, 1, "stopped by a second signal")
         self._wake()
 
-    def _tick(self, board: Board) -> None:
-        now = time.monotonic()
-        late = now - self._last_tick - 2.0
-        if late > 0:  # this very process was suspended or starved: that is no silence of the others
-            self._heard = {rank: heard + late for rank, heard in self._heard.items()}
-        self._last_tick = now
-        self._publish_beat(board, now)
-        if self._control is not None:
-            board.store.set_timeout(timedelta(seconds=self._control.control_timeout))
-        if self._settled.is_set() or self._leaving:
-            return
-        failure = board.failure()
-        if failure is not None:
-            self._settle(failure)
-        elif self._report is not None:
-            self._settle(board.fail(self._report))
-        else:
-            self._read_beats(board, now)
-            found = self._judge(board, now)
+    def _look(self, now: float) -> None:
+        messenger = self._messenger
+        late = now - self._last_look - LATE_S
+        if late > 0:  # that is no silence of the others
+            messenger.round_at += late
+            messenger.heard = {rank: heard + late for rank, heard in messenger.heard.items()}
+        self._last_look = now
+        report = messenger.report
+        if messenger.failure is not None:
+            self._settle(messenger.failure, found_here=messenger.failure == report)
+        elif report is None:
+            found = self._judge(now)
             if found is not None:
-                counts = board.fail(found)
-                self._settle(counts, found_here=counts == found)
+                self._report(found)
+        elif now - self._reported_at > REPORT_S:  # the board cannot be reached
+            self._settle(report, found_here=True)
 
-    def _publish_beat(self, board: Board, now: float) -> None:
-        progress = self._progress
-        self._count += 1
-        age = now - progress.since
-        where, waits = _main_thread_location() if progress.busy and age > 1.0 else ("", False)
-        beat = (
-            self._count,
-            -1 if progress.step is None else progress.step,
-            progress.busy,
-            age,
-            progress.exchange_s,
-            where,
-            waits,
-        )
-        board.store.set(f"beat/{self._own.rank}", json.dumps(beat))
-        self._beats[self._own.rank] = Beat(*beat)
-
-    def _read_beats(self, board: Board, now: float) -> None:
-        keys = {f"beat/{peer.rank}": peer.rank for peer in self._watched}
-        if len(self._beats) <= len(self._watched):  # some have not been seen yet
-            keys = {key: rank for key, rank in keys.items() if board.store.check([key])}
-        if not keys:
-            return
-        for rank, text in zip(keys.values(), board.store.multi_get(list(keys)), strict=True):
-            beat = Beat(*json.loads(text))
-            if rank not in self._beats or self._beats[rank].count != beat.count:
-                self._beats[rank] = beat
-                self._heard[rank] = now
-        if self._own.rank == 0:
-            self.exchange_times = tuple(self._beats[rank].exchange_s for rank in sorted(self._beats))
+    def _report(self, failure: Failure) -> None:
+        if self._messenger.report is None:
+            self._reported_at = time.monotonic()
+            self._messenger.report = failure
+            self._messenger.poke()
 
     # ---- judgement -----------------------------------------------------------------------------------------------
 
-    def _judge(self, board: Board, now: float) -> Failure | None:
+    def _judge(self, now: float) -> Failure | None:
         """The rank that is dead, silent or stuck, if there is one."""
-        dead = [peer for peer in self._neighbours if _is_dead(peer.pid)]
-        if dead:
-            dead = [peer for peer in dead if peer.rank not in board.gone()]
-        if dead:
-            return _blame(dead[0], "lost", "its process is gone (killed, or out of memory?)" + self._last_seen(dead[0]))
-        limit = START_SILENCE_S
-        if self._control is not None:
-            limit = min(self._control.step_timeout, self._control.control_timeout)
+        messenger, control = self._messenger, self._control
+        for peer in self._neighbours:
+            if _is_dead(peer.pid):
+                return self._blame(
+                    peer, "lost", "its process is gone (killed, or out of memory?)" + self._last_seen(peer)
+                )
+        limit = START_SILENCE_S if control is None else min(control.step_timeout, control.control_timeout)
         if self._suspects:
             limit = SUSPECT_SILENCE_S
-        silent = sorted(self._watched, key=lambda peer: self._heard[peer.rank])
-        if silent and now - self._heard[silent[0].rank] > limit:
-            quiet = now - self._heard[silent[0].rank]
-            return _blame(silent[0], "lost", f"no sign of life for {quiet:.1f} s" + self._last_seen(silent[0]))
-        stuck = (
-            self._progress.busy
-            and self._control is not None
-            and now - self._progress.since > self._control.step_timeout
-        )
-        return self._name_stuck() if stuck and self._own.rank == 0 else None
+        quiet = now - messenger.round_at
+        if messenger.error is not None or quiet > limit:
+            reason = str(messenger.error).splitlines()[0] if messenger.error else f"for {quiet:.1f} s"
+            store = f"{self._ranks.store_host}:{self._ranks.store_port}"
+            message = f"no answer from the job's store at {store} ({reason}); the head node, its torchrun or the network is gone"
+            return self._blame(self._peers[0], "lost", message)
+        heard = messenger.heard
+        longest = min(heard, key=heard.__getitem__, default=None)
+        if longest is not None and now - heard[longest] > limit:
+            peer = self._peers[longest]
+            return self._blame(
+                peer, "lost", f"no sign of life for {now - heard[longest]:.1f} s" + self._last_seen(peer)
+            )
+        if control is None or self._own.rank > 0 or not self._progress.busy:
+            return None
+        return self._name_stuck(control.step_timeout) if now - self._progress.since > control.step_timeout else None
 
-    def _name_stuck(self) -> Failure:
+    def _name_stuck(self, limit: float) -> Failure:
         """Rank 0's step does not end: the culprit is a rank that does not wait for others, or else the one furthest behind."""
-        assert self._control is not None
-        peers = self._main_board.peers
-        culprit = min(
-            (peer for peer in peers if peer.rank in self._beats),
-            key=lambda peer: (
-                self._beats[peer.rank].waits or not self._beats[peer.rank].busy,
-                self._beats[peer.rank].step,
-                peer.rank,
-            ),
-        )
-        beat = self._beats[culprit.rank]
-        alone = "" if not beat.waits else "; all ranks wait for each other"
-        return _blame(
-            culprit,
-            "hangs",
-            f"step {beat.step} for {beat.age:.1f} s (--step-timeout is {self._control.step_timeout:g}) at {beat.where}{alone}",
-        )
+        beats = self._messenger.beats
+        rank = min(beats, key=lambda r: (beats[r].waits or not beats[r].busy, beats[r].step, r), default=0)
+        beat = beats[rank]
+        others = "; all ranks wait for each other" if beat.waits else ""
+        message = f"step {beat.step} for {beat.age:.1f} s (--step-timeout is {limit:g}) at {beat.where}{others}"
+        return self._blame(self._peers[rank], "hangs", message)
 
     def _last_seen(self, peer: Peer) -> str:
-        beat = self._beats.get(peer.rank)
+        beat = self._messenger.beats.get(peer.rank)
         return "" if beat is None or beat.step < 0 else f"; last seen in step {beat.step}"
 
-    def _store_failure(self, exc: RuntimeError) -> Failure:
-        ranks = self._main_board.ranks
-        reason = str(exc).splitlines()[0]
-        message = f"no answer from the job's store at {ranks.store_host}:{ranks.store_port} ({reason})"
-        return _blame(
-            self._main_board.peers[0], "lost", message + "; the head node, its torchrun or the network is gone"
-        )
+    @staticmethod
+    def _blame(peer: Peer, kind: str, message: str) -> Failure:
+        return Failure(peer.rank, peer.hostname, kind, message)
 
-    def _settle(self, failure: Failure, found_here: bool = False) -> None:
+    # ---- the end -------------------------------------------------------------------------------------------------
+
+    def _settle(self, failure: Failure, found_here: bool) -> None:
         """The job has failed: say so, end what hangs, and see to it that this process ends."""
-        if self._settled.is_set():
-            return
         self.failure = failure
         is_own = failure.rank == self._own.rank and failure.kind in ("refused", "error")  # the main thread speaks then
         if not is_own and (self._own.rank == 0 or found_here):
@@ -311,10 +227,6 @@ class Liveness:
             # A stopped process would keep torchrun waiting for 30 s. Only this job's own: the same parent started it.
             if peer.rank == failure.rank and failure.kind == "lost" and _parent(peer.pid) == os.getppid():
                 os.kill(peer.pid, signal.SIGKILL)
-
-
-def _blame(peer: Peer, kind: str, message: str) -> Failure:
-    return Failure(peer.rank, peer.hostname, kind, message)
 
 
 def _record_for_torchrun(failure: Failure) -> None:
@@ -357,17 +269,3 @@ def _is_dead(pid: int) -> bool:
 def _parent(pid: int) -> int | None:
     stat = _process_stat(pid)
     return None if stat is None else int(stat[1])
-
-
-def _main_thread_location() -> tuple[str, bool]:
-    """Where the main thread is ("file.py:12 in function"), and whether it waits for other ranks in a collective."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    place = ""
-    waits = False
-    while frame is not None:
-        name = frame.f_code.co_filename
-        waits = waits or "/torch/distributed/" in name
-        if not place and "/site-packages/" not in name and not name.startswith(STDLIB):
-            place = f"{os.path.basename(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
-    return place, waits

@@ -11,7 +11,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
@@ -43,6 +43,8 @@ class Job:
         entry: what runs on each rank.
         env: additions to the environment.
         bare: start the ranks without torchrun, each with these additions to its environment; CWD is its folder.
+        prefix: command in front of torchrun.
+        host: where the server will listen.
     """
 
     def __init__(
@@ -55,11 +57,13 @@ class Job:
         env: dict[str, str] | None = None,
         bare: list[dict[str, str]] | None = None,
         port: int | None = None,
+        prefix: Sequence[str] = (),
+        host: str = "127.0.0.1",
     ) -> None:
         self.tag = uuid.uuid4().hex
         self.ranks = ranks
         self.port = port or free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        self.url = f"http://{host}:{self.port}"
         self.log_file = tmp_path / f"job-{self.tag[:8]}.log"
         environment = (
             os.environ | {"SPMD_TEST_JOB": self.tag, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"} | (env or {})
@@ -68,8 +72,8 @@ class Job:
         self._log = self.log_file.open("w")
         self.processes: list[subprocess.Popen[bytes]] = []
         if bare is None:
-            command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-            command += [f"--master-port={free_port()}", *torchrun, *arguments]
+            command = [*prefix, sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+            command += [f"--master-port={free_port()}", *torchrun, *arguments]  # a later option wins
             self._spawn(command, environment, tmp_path)
             return
         place = {"WORLD_SIZE": str(ranks), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
