@@ -23,8 +23,8 @@ from tokenizers import Tokenizer
 
 from spmd_serve.assembly import assemble, make_plan
 from spmd_serve.config import parse_args
+from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.channel import make_channel
-from spmd_serve.distributed.liveness import Progress
 from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.errors import RequestError
 from spmd_serve.step_loop import StepLoop
