@@ -30,11 +30,13 @@ class DecodeConfig:
     splits: int
 
 
-def choose_config(rows: int, kv_heads: int, head_dim: int) -> DecodeConfig:
-    """Fixed by shape, from measurements."""
+def choose_config(rows: int, kv_heads: int, head_dim: int, fused: bool) -> DecodeConfig:
+    """By shape, from measurements on an H200: programs of one warp, so that many are in flight."""
     splits = min(MAX_SPLITS, max(1, MAX_PROGRAMS // (rows * kv_heads)))
     splits = 1 << (splits.bit_length() - 1)  # the power of two below, so that rows * kv_heads * splits <= MAX_PROGRAMS
-    return DecodeConfig(slices=4, block=16, warps=4, stages=3, splits=splits)
+    if splits == 1 and not fused and head_dim <= 128:
+        return DecodeConfig(slices=2, block=32, warps=2, stages=3, splits=1)
+    return DecodeConfig(slices=1, block=16, warps=1, stages=5, splits=splits)
 
 
 def decode_attention(
@@ -51,7 +53,7 @@ def decode_attention(
     if rows == 0:
         return out
     if config is None:
-        config = choose_config(rows, kv_heads, head_dim)
+        config = choose_config(rows, kv_heads, head_dim, rotation is not None)
     table = None if rotation is None else rotation.rope_table
     block_d = triton.next_power_of_2(head_dim)
     merge_group = triton.next_power_of_2(group)

@@ -18,7 +18,7 @@ MIX32_B = tl.constexpr(gumbel.MIX32_B)
 LARGEST_BELOW_ONE = tl.constexpr(gumbel.LARGEST_BELOW_ONE)
 NO_LIBDEVICE = tl.constexpr(INTERPRETED)
 
-BLOCK = 2048
+BLOCK = 1024
 PROGRAMS = 132 * 8  # about how many programs to cut the batch into: a few for each multiprocessor
 
 

@@ -43,34 +43,41 @@ class SkinnyConfig:
     prefetch: int = 1
 
 
-MAX_TOKENS = 64  # above it the matrix library is faster
-
-
 def skinny_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, eps: float, activation: str | None,
     residual: Tensor | None,
 ) -> Tensor | None:  # fmt: skip
     """See spmd_serve.kernels.linear.linear. None where the matrix library is the better choice."""
     tokens, in_features = x.shape
-    features = weight.shape[0] // (1 if activation is None else 2)
-    if not 0 < tokens <= MAX_TOKENS or in_features % 8 or features == 0:
+    gated = activation is not None
+    features = weight.shape[0] // (2 if gated else 1)
+    if tokens == 0 or in_features % 8 or features == 0:
         return None
     if tokens == 1:
-        return gemv(x, weight, bias, scale, eps, activation, residual, gemv_config(features, in_features))
-    config = skinny_config(tokens, features, in_features)
-    return None if config is None else skinny(x, weight, bias, scale, eps, activation, residual, config)
+        config = gemv_config(features, in_features, gated)
+        return gemv(x, weight, bias, scale, eps, activation, residual, config)
+    skinny_ = skinny_config(tokens, in_features, scale is not None or gated)
+    return None if skinny_ is None else skinny(x, weight, bias, scale, eps, activation, residual, skinny_)
 
 
-def gemv_config(features: int, in_features: int) -> GemvConfig:
-    """By shape, from measurements."""
-    return GemvConfig(4, 1024, 4, static=in_features <= 3072)
+def gemv_config(features: int, in_features: int, gated: bool) -> GemvConfig:
+    """By shape, from measurements on an H200: each thread holds up to 128 weights, and no loop where that is enough."""
+    block, warps = (512, 2) if in_features <= 1024 else (1024, 4)
+    steps = triton.cdiv(in_features, block)
+    per_row = steps * (block // (32 * warps)) * (2 if gated else 1)
+    if per_row > 128:
+        return GemvConfig(1, 2048, 4, static=False)
+    rows = 1
+    while 2 * rows * per_row <= 128 and triton.cdiv(features, 2 * rows) >= 128:
+        rows *= 2
+    return GemvConfig(rows, block, warps, static=True)
 
 
-def skinny_config(tokens: int, features: int, in_features: int) -> SkinnyConfig | None:
-    """By shape, from measurements. None: the matrix library."""
-    if tokens <= 16:
-        return SkinnyConfig(16, 4, 64, 4, 4)
-    return SkinnyConfig(32, 1, 64, 4, 4)
+def skinny_config(tokens: int, in_features: int, fused: bool) -> SkinnyConfig | None:
+    """By shape, from measurements on an H200; None: the matrix library, also where a fused norm costs the gain."""
+    if tokens <= 16 and not fused and in_features <= 4096:
+        return SkinnyConfig(8, 4, 64, 4, 5)
+    return None
 
 
 def gemv(
