@@ -72,6 +72,7 @@ class DummyCore:
         self.aborted: list[tuple[int, FinishReason]] = []
         self.steps = 0
         self.tokens = 0
+        self.publish_seconds = 0.0  # CPU time
 
     def start(self) -> None:
         """Report READY and begin."""
@@ -99,7 +100,9 @@ class DummyCore:
                 continue
             output = self._step(ended)
             output.stats = self._stats()
+            began = time.thread_time()
             self._link.publish(output)
+            self.publish_seconds += time.thread_time() - began
             due = max(due + self._step_interval, time.monotonic() - self._step_interval)
             time.sleep(max(0.0, due - time.monotonic()))
 

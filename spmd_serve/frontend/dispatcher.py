@@ -10,12 +10,11 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
 
 from spmd_serve.config import Config
 from spmd_serve.errors import OverloadedError, RequestError
 from spmd_serve.frontend.detokenizer import StopSearch
-from spmd_serve.frontend.generation import Choice, Generation
+from spmd_serve.frontend.generation import Choice, Connection, Generation
 from spmd_serve.frontend.link import UID_SHIFT, FrontLink
 from spmd_serve.frontend.metrics import Metrics
 from spmd_serve.frontend.plan import Plan
@@ -86,8 +85,8 @@ class Dispatcher:
         if self.state != ServiceState.READY:
             raise OverloadedError(self.reason, retry_after=5)
 
-    def submit(self, plan: Plan, disconnect: Callable[[], None]) -> Generation:
-        """Hand a plan to the step loop; `disconnect` cuts the client's connection.
+    def submit(self, plan: Plan, connection: Connection) -> Generation:
+        """Hand a plan to the step loop; `connection` is the client's.
 
         Raises:
             OverloadedError: the service is not ready, or its queue is full.
@@ -98,7 +97,7 @@ class Dispatcher:
             raise OverloadedError(
                 f"{len(self._choices)} sequences run or wait, and {self._capacity} are allowed (--max-queue); try later"
             )
-        generation = Generation(plan, disconnect)
+        generation = Generation(plan, connection)
         deadline = None if plan.timeout is None else generation.submitted + plan.timeout
         requests = []
         for prompt in plan.prompts:
@@ -255,7 +254,7 @@ class Dispatcher:
         for generation in list(self._generations):
             if generation.sending_since is not None and now - generation.sending_since > STALL_LIMIT:
                 logger.warning("a client has not read its stream for %g s; its connection is closed", STALL_LIMIT)
-                generation.disconnect()
+                generation.connection.abort()
         assert self._loop is not None
         self._sweep = self._loop.call_later(SWEEP_INTERVAL, self._cut_off_stalled)
 

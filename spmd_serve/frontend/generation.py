@@ -5,11 +5,26 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from typing import Protocol
 
 from spmd_serve.errors import RequestError
 from spmd_serve.frontend.detokenizer import Detokenizer, StopSearch
 from spmd_serve.frontend.plan import Plan, Prompt
 from spmd_serve.types import FinishReason, TokenLogprobs
+
+
+class Connection(Protocol):
+    """The client's connection, as far as a generation needs it."""
+
+    @property
+    def writable(self) -> bool:
+        """False when the client is gone or does not read fast enough."""
+
+    def write_chunk(self, data: bytes) -> None:
+        """Write a piece (not empty) of a chunked response whose head has been sent; never waits."""
+
+    def abort(self) -> None:
+        """Close at once, whatever is unsent."""
 
 
 class Choice:
@@ -112,10 +127,10 @@ class Generation:
         ready: choices with something new to send, in order; only kept for streams.
         error: set when the request as a whole has failed.
         sending_since: monotonic time since when the response waits for its client to read; None while it does not.
-        disconnect: closes the connection at once, whatever is unsent.
+        push: sends what is ready at once; True when nothing is left. Set while the response's task waits.
     """
 
-    def __init__(self, plan: Plan, disconnect: Callable[[], None]) -> None:
+    def __init__(self, plan: Plan, connection: Connection) -> None:
         self.plan = plan
         self.choices: list[Choice] = []
         self.created = int(time.time())
@@ -125,7 +140,8 @@ class Generation:
         self.error: RequestError | None = None
         self.client_left = False
         self.sending_since: float | None = None
-        self.disconnect = disconnect
+        self.connection = connection
+        self.push: Callable[[], bool] | None = None
         self._waiter: asyncio.Future[None] | None = None
 
     @property
@@ -135,6 +151,8 @@ class Generation:
 
     def wake(self) -> None:
         """Tell the response that there is something to take, or that it is over."""
+        if self.push is not None and not self.over and self.push():
+            return
         waiter = self._waiter
         if waiter is not None and not waiter.done():
             waiter.set_result(None)

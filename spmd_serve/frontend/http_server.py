@@ -10,12 +10,14 @@ from collections.abc import Callable
 from typing import Any
 
 import uvicorn
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from spmd_serve.config import Config
 from spmd_serve.errors import FrontendError
 from spmd_serve.frontend.app import make_app, make_services
 from spmd_serve.frontend.link import FrontLink
+from spmd_serve.frontend.responses import CONNECTION
 from spmd_serve.types import ModelInfo
 
 logger = logging.getLogger(__name__)
@@ -31,6 +33,26 @@ _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n" % len(_FULL_BODY)
 ) + _FULL_BODY
+
+
+class DirectConnection:
+    """Past uvicorn's `send` to the transport, for the pieces of a stream whose head uvicorn has sent (chunked)."""
+
+    __slots__ = ("_flow", "_transport")
+
+    def __init__(self, transport: asyncio.Transport, flow: FlowControl) -> None:
+        self._transport = transport
+        self._flow = flow
+
+    @property
+    def writable(self) -> bool:
+        return not self._flow.write_paused and not self._transport.is_closing()
+
+    def write_chunk(self, data: bytes) -> None:
+        self._transport.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+    def abort(self) -> None:
+        self._transport.abort()
 
 
 def make_protocol(max_connections: int) -> type[asyncio.Protocol]:
@@ -49,7 +71,7 @@ def make_protocol(max_connections: int) -> type[asyncio.Protocol]:
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
-            self.scope["extensions"] = {"spmd_serve.disconnect": self.transport.abort}  # type: ignore[dict-item]
+            self.scope["extensions"] = {CONNECTION: DirectConnection(self.transport, self.flow)}  # type: ignore[dict-item]
 
         def on_headers_complete(self) -> None:
             self._forget_silence()
@@ -105,6 +127,7 @@ class HttpThread:
             log_config=None,
             log_level="warning",
             server_header=False,
+            proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_TIMEOUT,
             timeout_graceful_shutdown=1,
             backlog=2048,

@@ -19,6 +19,7 @@ from spmd_serve.frontend.generation import Generation
 from spmd_serve.frontend.streaming import EventStream
 from spmd_serve.frontend.tokenizer import TextTokenizer
 
+CONNECTION = "spmd_serve.connection"  # in scope["extensions"]: the HTTP server's generation.Connection
 _EVENT_STREAM_START = {
     "type": "http.response.start",
     "status": 200,
@@ -61,6 +62,7 @@ class GenerationResponse(Response):
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
         self._identity = identity
+        self._connection = generation.connection
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -97,9 +99,20 @@ class GenerationResponse(Response):
             await JsonResponse(answer)(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        """The head is sent with the first event, so that what fails before it still gets a status of its own."""
-        generation = self._generation
+        """Send events as they come, the head with the first one, so that what fails before it gets its own status.
+
+        While this task waits, the dispatcher hands pieces straight to the connection: waking a task for every token,
+        through a dozen coroutines of the framework, would cost more than all the rest. The task takes over whenever
+        the connection is full, and at the end.
+        """
+        generation, connection = self._generation, self._connection
         stream = EventStream(generation, self._identity, self._tokenizer)
+
+        def push() -> bool:
+            if connection.writable and (data := stream.take()):
+                connection.write_chunk(data)
+            return not generation.ready
+
         started = False
         while not generation.client_left:
             data = stream.take()
@@ -117,4 +130,6 @@ class GenerationResponse(Response):
                 generation.sending_since = None
             if over:
                 return
+            generation.push = push if started else None
             await generation.wait()
+            generation.push = None

@@ -17,7 +17,7 @@ from spmd_serve.frontend.body import BodyReader
 from spmd_serve.frontend.dispatcher import Dispatcher
 from spmd_serve.frontend.metrics import Metrics
 from spmd_serve.frontend.plan import Plan, Planner
-from spmd_serve.frontend.responses import GenerationResponse, JsonResponse
+from spmd_serve.frontend.responses import CONNECTION, GenerationResponse, JsonResponse
 from spmd_serve.frontend.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.types import ModelInfo, ServiceState
@@ -60,8 +60,7 @@ def make_router(services: Services) -> APIRouter:
     async def generate(request: Request, make: Callable[[bytes], Plan], prefix: str, kind: str) -> Response:
         dispatcher.check_ready()
         plan = await planned(request, make)
-        disconnect = request.scope.get("extensions", {}).get("spmd_serve.disconnect", lambda: None)
-        generation = dispatcher.submit(plan, disconnect)
+        generation = dispatcher.submit(plan, request.scope["extensions"][CONNECTION])
         identity = {
             "id": f"{prefix}-{uuid.uuid4().hex}",
             "object": kind + (".chunk" if plan.chat and plan.stream else ""),

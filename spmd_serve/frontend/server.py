@@ -116,6 +116,11 @@ class ProcessFrontend(Frontend):
         child.stdin.flush()  # it stays open: its end tells the child that this process is gone
         return child
 
+    @property
+    def pids(self) -> list[int]:
+        """Process ids of the children."""
+        return [child.pid for child in self._children]
+
     def _check_children(self) -> None:
         for index, child in enumerate(self._children):
             code = child.poll()

@@ -1,0 +1,108 @@
+"""One process of the HTTP load generator: `python -m spmd_serve.bench.client` reads a job from standard input.
+
+It speaks HTTP/1.1 over plain asyncio streams and looks only for the events' borders, so that the client is not what is
+measured. The result goes to standard output as JSON, one line; a line with a number tells progress.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+from urllib.parse import urlsplit
+
+import msgspec
+import orjson
+
+from spmd_serve.bench.stats import Timings
+
+PROGRESS_INTERVAL = 0.5  # seconds
+
+
+class Job(msgspec.Struct):
+    """What one client process sends.
+
+    Attributes:
+        bodies: one request each, all of them streams with include_usage.
+        concurrency: how many are open at once.
+        api_key: sent as a Bearer token, if not empty.
+    """
+
+    url: str
+    path: str
+    bodies: list[msgspec.Raw]
+    concurrency: int
+    api_key: str = ""
+
+
+class _Client:
+    def __init__(self, job: Job) -> None:
+        self._job = job
+        parts = urlsplit(job.url)
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self.timings = Timings()
+
+    async def run(self) -> None:
+        """All requests of the job."""
+        bodies = iter(self._job.bodies)
+
+        async def worker() -> None:
+            for body in bodies:
+                await self._request(bytes(body))
+
+        async def report() -> None:
+            while True:
+                await asyncio.sleep(PROGRESS_INTERVAL)
+                print(self.timings.events, flush=True)
+
+        reporter = asyncio.create_task(report())
+        await asyncio.gather(*(worker() for _ in range(self._job.concurrency)))
+        reporter.cancel()
+
+    async def _request(self, body: bytes) -> None:
+        timings = self.timings
+        reader, writer = await asyncio.open_connection(self._host, self._port, limit=2**22)
+        began = last = time.perf_counter()
+        key = f"authorization: Bearer {self._job.api_key}\r\n" if self._job.api_key else ""
+        writer.write(
+            f"POST {self._job.path} HTTP/1.1\r\nhost: {self._host}\r\n{key}content-type: application/json\r\n"
+            f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode()
+            + body
+        )
+        tail = b""
+        first = True
+        while data := await reader.read(2**18):
+            now = time.perf_counter()
+            events = data.count(b"data: ")
+            if not events:
+                continue
+            tail = (tail + data)[-4096:]
+            timings.events += events
+            if first:
+                timings.first.append(now - began)
+                first = False
+            else:
+                timings.between.append(now - last)
+            last = now
+        writer.close()
+        timings.ended.append(last - began)
+        usage = tail.rfind(b'"usage":{')
+        if usage < 0 or b"data: [DONE]" not in tail:
+            timings.failures += 1
+            timings.failure = tail[-500:].decode(errors="replace")
+            return
+        counts = orjson.loads(tail[usage + 8 : tail.index(b"}\n", usage)])
+        timings.output_tokens += counts["completion_tokens"]
+        timings.prompt_tokens += counts["prompt_tokens"]
+
+
+def main() -> int:
+    job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
+    client = _Client(job)
+    asyncio.run(client.run())
+    print(msgspec.json.encode(client.timings).decode(), flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

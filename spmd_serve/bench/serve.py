@@ -1,0 +1,272 @@
+"""`python -m spmd_serve.bench serve`: load on the HTTP server, from client processes of its own.
+
+--url URL                 against a server that runs
+--model M --ranks N       against one that it starts with torchrun
+--dummy-engine            against the frontend alone, with an engine that just emits tokens: CPU time per token
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from spmd_serve.bench.client import Job
+from spmd_serve.bench.dummy_core import DummyCore
+from spmd_serve.bench.stats import Timings, quantile
+from spmd_serve.config import Config, ServerOptions
+from spmd_serve.frontend.server import Frontend, ProcessFrontend, start_frontend
+from spmd_serve.types import ModelInfo
+
+START_TIMEOUT = 300.0  # seconds for a server to load its model
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The options of this benchmark."""
+    parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench serve", description=__doc__.splitlines()[0])
+    parser.add_argument("--url", help="server to load (default: start one)")
+    parser.add_argument("--api-key", default=os.environ.get("SPMD_SERVE_API_KEY", ""))
+    parser.add_argument("--model", help="model of the server to start (default: the bundled one)")
+    parser.add_argument("--ranks", type=int, default=1, help="ranks of the server to start (default: 1)")
+    parser.add_argument("--server-args", default="", help="more options for the server to start, in one string")
+    parser.add_argument("--dummy-engine", action="store_true", help="measure the frontend alone")
+    parser.add_argument("--dummy-rate", type=float, default=20_000, help="tokens/s of the dummy engine, 0: unlimited")
+    parser.add_argument("--frontend", default="thread", help="thread, process or process:N (with --dummy-engine)")
+    parser.add_argument("--streams", type=int, default=16, help="requests open at once (default: 16)")
+    parser.add_argument("--requests", type=int, help="requests in all (default: as many as streams)")
+    parser.add_argument("--prompt-tokens", default="128", help="N, or LOW,HIGH for random lengths (default: 128)")
+    parser.add_argument("--output-tokens", default="64", help="N, or LOW,HIGH for random lengths (default: 64)")
+    parser.add_argument("--max-token-id", type=int, default=10_000, help="prompts are random ids below it")
+    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts and lengths")
+    parser.add_argument("--clients", type=int, default=2, help="client processes (default: 2)")
+    parser.add_argument("--warmup", type=int, default=2, help="requests before the measured ones (default: 2)")
+    parser.add_argument("--json", action="store_true", help="print the report as one JSON line")
+    return parser
+
+
+def make_bodies(args: argparse.Namespace, count: int) -> list[msgspec.Raw]:
+    """Random prompts of token ids, as bodies of streamed completions."""
+    rng = random.Random(args.seed)
+
+    def length(text: str) -> int:
+        low, _, high = text.partition(",")
+        return rng.randint(int(low), int(high or low))
+
+    bodies = []
+    for _ in range(count):
+        prompt = [rng.randrange(args.max_token_id) for _ in range(length(args.prompt_tokens))]
+        body = {
+            "prompt": prompt,
+            "max_tokens": length(args.output_tokens),
+            "temperature": args.temperature,
+            "ignore_eos": True,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        bodies.append(msgspec.Raw(json.dumps(body).encode()))
+    return bodies
+
+
+def run_clients(
+    url: str, bodies: list[msgspec.Raw], *, streams: int, clients: int, api_key: str, progress: Callable[[int], None]
+) -> Timings:
+    """Send all bodies from `clients` processes; `progress` gets the number of events so far."""
+    clients = min(clients, streams, len(bodies))
+    counts = [0] * clients
+    results: list[Timings | None] = [None] * clients
+
+    def read(index: int, process: subprocess.Popen[bytes]) -> None:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line[:1] == b"{":
+                results[index] = msgspec.json.decode(line, type=Timings)
+            else:
+                counts[index] = int(line)
+                progress(sum(counts))
+
+    processes, readers = [], []
+    for index in range(clients):
+        concurrency = streams // clients + (index < streams % clients)
+        job = Job(url, "/v1/completions", bodies[index::clients], concurrency, api_key)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "spmd_serve.bench.client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
+        reader = threading.Thread(target=read, args=(index, process))
+        reader.start()
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(job))
+        processes.append(process)
+        readers.append(reader)
+    for process in processes:  # all have their job: begin together
+        assert process.stdin is not None
+        process.stdin.close()
+    total = Timings()
+    for process, reader, index in zip(processes, readers, range(clients), strict=True):
+        process.wait()
+        reader.join()
+        result = results[index]
+        if result is None:
+            raise RuntimeError(f"client process {index} ended with code {process.returncode}; see its error above")
+        total.add(result)
+    return total
+
+
+def report_of(timings: Timings, wall: float) -> dict[str, Any]:
+    """The figures; times in milliseconds."""
+    report: dict[str, Any] = {
+        "requests": len(timings.ended) - timings.failures,
+        "failed": timings.failures,
+        "wall_s": round(wall, 3),
+        "prompt_tokens": timings.prompt_tokens,
+        "output_tokens": timings.output_tokens,
+        "output_tokens_per_s": round(timings.output_tokens / wall, 1),
+    }
+    for name, values in (("ttft", timings.first), ("inter_token", timings.between), ("request", timings.ended)):
+        for label, share in (("p50", 0.5), ("p99", 0.99)):
+            report[f"{name}_{label}_ms"] = round(1000 * quantile(values, share), 2)
+    return report
+
+
+# ---- servers ------------------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def started_server(args: argparse.Namespace) -> Iterator[str]:
+    """A server under torchrun; its URL. It is stopped by SIGTERM."""
+    with tempfile.TemporaryDirectory(prefix="spmd_serve-bench-") as folder:
+        address = Path(folder) / "address"
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        command += ["-m", "spmd_serve", "--port", "0", "--address-file", str(address)]
+        command += ["--model", args.model] if args.model else []
+        server = subprocess.Popen([*command, *args.server_args.split()], stdout=sys.stderr)
+        try:
+            deadline = time.monotonic() + START_TIMEOUT
+            while not (address.is_file() and (url := address.read_text().strip())):
+                if server.poll() is not None:
+                    raise RuntimeError(f"the server ended with code {server.returncode}; see its messages above")
+                if time.monotonic() > deadline:
+                    raise RuntimeError(f"the server was not ready within {START_TIMEOUT:g} s")
+                time.sleep(0.1)
+            yield url
+        finally:
+            if server.poll() is None:
+                server.send_signal(signal.SIGTERM)
+            server.wait(60)
+
+
+@dataclass
+class DummyServer:
+    """A frontend over a dummy engine, and what CPU time both have used."""
+
+    frontend: Frontend
+    core: DummyCore
+
+    def cpu_seconds(self) -> float:
+        """CPU time of the frontend, and of handing it the outputs."""
+        if isinstance(self.frontend, ProcessFrontend):
+            return self.core.publish_seconds + sum(_process_seconds(pid) for pid in self.frontend.pids)
+        http = next(t for t in threading.enumerate() if t.name == "http")
+        assert http.ident is not None
+        return self.core.publish_seconds + time.clock_gettime(time.pthread_getcpuclockid(http.ident))
+
+
+def _process_seconds(pid: int) -> float:
+    """User and system time of a process (Linux)."""
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+@contextmanager
+def dummy_server(args: argparse.Namespace, folder: Path, vocab_size: int) -> Iterator[DummyServer]:
+    """The frontend with the tokenizer of `folder` over an engine that repeats some ordinary tokens."""
+    config = Config(server=ServerOptions(port=0, frontend=args.frontend))
+    config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=max(256, args.streams)))
+    info = ModelInfo("dummy", str(folder), 1 << 20, 1 << 20, vocab_size, ())
+    frontend = start_frontend(config, info)
+    interval = args.streams / args.dummy_rate if args.dummy_rate else 0.0
+    core = DummyCore(
+        frontend.link,
+        lambda request: itertools.cycle(range(300, 1300)),
+        vocab_size=vocab_size,
+        max_running=args.streams,
+        step_interval=interval,
+    )
+    core.start()
+    try:
+        yield DummyServer(frontend, core)
+    finally:
+        core.stop()
+        frontend.stop(1.0)
+
+
+# ---- the benchmark ------------------------------------------------------------------------------------------------
+
+
+def measure(args: argparse.Namespace, url: str, cpu_seconds: Callable[[], float] | None) -> dict[str, Any]:
+    """Load `url`; with `cpu_seconds`, also CPU time per token."""
+    count = args.requests or args.streams
+    bodies = make_bodies(args, count)
+    interactive = sys.stderr.isatty() and not args.json
+
+    def progress(events: int) -> None:
+        if interactive:
+            print(f"\r{events} events", end="", file=sys.stderr, flush=True)
+
+    options: dict[str, Any] = {"clients": args.clients, "api_key": args.api_key, "progress": progress}
+    if args.warmup:
+        run_clients(url, bodies[: args.warmup], streams=args.warmup, **options)
+    used = cpu_seconds() if cpu_seconds else 0.0
+    began = time.perf_counter()
+    timings = run_clients(url, bodies, streams=args.streams, **options)
+    wall = time.perf_counter() - began
+    if interactive:
+        print("\r", end="", file=sys.stderr)
+    report = report_of(timings, wall)
+    if cpu_seconds is not None:
+        report["cpu_us_per_token"] = round(1e6 * (cpu_seconds() - used) / max(1, timings.output_tokens), 2)
+        report["events_per_token"] = round(timings.events / max(1, timings.output_tokens), 3)
+    if timings.failures:
+        report["failure"] = timings.failure
+    return report
+
+
+def main(argv: list[str]) -> int:
+    """Run the benchmark and print its report; 1 if a request failed."""
+    args = make_parser().parse_args(argv)
+    if args.dummy_engine:
+        from spmd_serve.config import ModelOptions
+        from spmd_serve.distributed.ranks import RankInfo
+        from spmd_serve.models.registry import load_model_config
+        from spmd_serve.models.resolve import resolve_model
+
+        options = ModelOptions(model=args.model) if args.model else ModelOptions()
+        folder = resolve_model(options, RankInfo(0, 1, 0, 1, "localhost"))
+        with dummy_server(args, folder, load_model_config(folder).vocab_size) as server:
+            report = measure(args, server.frontend.url, server.cpu_seconds)
+    elif args.url:
+        report = measure(args, args.url.rstrip("/"), None)
+    else:
+        with started_server(args) as url:
+            report = measure(args, url, None)
+    if args.json:
+        print(json.dumps(report))
+    else:
+        for name, value in report.items():
+            print(f"{name:22} {value}")
+    return 1 if report["failed"] else 0

@@ -1,0 +1,43 @@
+"""Figures of a load test."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Timings(msgspec.Struct):
+    """What client processes saw; times in seconds.
+
+    Attributes:
+        first: from sending a request to its first event.
+        between: between the reads that brought events (several tokens may come in one).
+        ended: from sending a request to its end.
+        failure: the end of what a failed request got.
+    """
+
+    first: list[float] = []
+    between: list[float] = []
+    ended: list[float] = []
+    events: int = 0
+    output_tokens: int = 0
+    prompt_tokens: int = 0
+    failures: int = 0
+    failure: str = ""
+
+    def add(self, other: Timings) -> None:
+        """Join another process's figures to these."""
+        self.first += other.first
+        self.between += other.between
+        self.ended += other.ended
+        self.events += other.events
+        self.output_tokens += other.output_tokens
+        self.prompt_tokens += other.prompt_tokens
+        self.failures += other.failures
+        self.failure = self.failure or other.failure
+
+
+def quantile(values: list[float], share: float) -> float:
+    """The nearest-rank quantile; nan of nothing."""
+    if not values:
+        return float("nan")
+    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
