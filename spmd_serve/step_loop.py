@@ -123,7 +123,7 @@ class StepLoop:
                 scheduler.commit(done, pending.wait())
             output = scheduler.take_output()
             if link is not None:
-                self._rank0_publish(link, output, began)
+                self._rank0_publish(link, output, batch, time.monotonic() - began)
             if until_idle and not scheduler.has_work:
                 return
 
@@ -196,10 +196,14 @@ class StepLoop:
             return ServicePhase.STOP
         return ServicePhase.DRAIN
 
-    def _rank0_publish(self, link: Link, output: StepOutput, began: float) -> None:
-        """Hand out what the step produced, with statistics."""
-        took = time.monotonic() - began
-        if self._scheduler.is_pure_decode:
+    def _rank0_publish(self, link: Link, output: StepOutput, batch: ScheduledBatch | None, took: float) -> None:
+        """Hand out what the step produced, with statistics. `took`: seconds without the exchange."""
+        if batch is not None and not batch.chunks:
             self._step_time = took if self._step_time == 0.0 else 0.8 * self._step_time + 0.2 * took
-        output.stats = replace(self._scheduler.stats(), step_time=took, exchange_time=self._progress.exchange_s)
+        output.stats = replace(
+            self._scheduler.stats(),
+            step_time=took if batch is not None else 0.0,
+            exchange_time=self._progress.exchange_s,
+            rank_exchange_times=self._exchange_times(),
+        )
         link.publish(output)

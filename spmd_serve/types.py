@@ -242,7 +242,13 @@ class Finish:
 
 @dataclass(frozen=True, slots=True)
 class StepStats:
-    """Gauges and counters of the scheduler and the loop at the end of a step, for /metrics. Times in seconds."""
+    """Gauges and counters of the scheduler and the loop at the end of a step, for /metrics. Times in seconds.
+
+    Attributes:
+        step_time: without the exchange; 0 when nothing was computed.
+        rank_exchange_times: the last exchange of each rank, as its last beat told. A rank that waits long in it is early:
+            the slowest rank has the shortest time.
+    """
 
     step: int
     running: int
@@ -256,6 +262,7 @@ class StepStats:
     generation_tokens_total: int
     step_time: float = 0.0
     exchange_time: float = 0.0
+    rank_exchange_times: tuple[float, ...] = ()
 
 
 @dataclass(slots=True)

@@ -14,13 +14,13 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from spmd_serve.config import ControlOptions
-from spmd_serve.distributed.beats import TICK_S, Messenger, Progress
+from spmd_serve.distributed.beats import TICK_S, Beat, Messenger, Progress
 from spmd_serve.distributed.board import Board, Failure, Peer
 from spmd_serve.distributed.channel import is_peer_error
 from spmd_serve.distributed.signals import StopSignals
@@ -193,10 +193,9 @@ class Liveness:
         return self._name_stuck(control.step_timeout) if now - self._progress.since > control.step_timeout else None
 
     def _name_stuck(self, limit: float) -> Failure:
-        """Rank 0's step does not end: the culprit is a rank that does not wait for others, or else the one furthest behind."""
-        beats = self._messenger.beats
-        rank = min(beats, key=lambda r: (beats[r].waits or not beats[r].busy, beats[r].step, r), default=0)
-        beat = beats[rank]
+        """Rank 0's step does not end: name who holds it up."""
+        rank = holds_up(self._messenger.beats)
+        beat = self._messenger.beats[rank]
         others = "; all ranks wait for each other" if beat.waits else ""
         message = f"step {beat.step} for {beat.age:.1f} s (--step-timeout is {limit:g}) at {beat.where}{others}"
         return self._blame(self._peers[rank], "hangs", message)
@@ -227,6 +226,11 @@ class Liveness:
             # A stopped process would keep torchrun waiting for 30 s. Only this job's own: the same parent started it.
             if peer.rank == failure.rank and failure.kind == "lost" and _parent(peer.pid) == os.getppid():
                 os.kill(peer.pid, signal.SIGKILL)
+
+
+def holds_up(beats: Mapping[int, Beat]) -> int:
+    """The rank that the others wait for: one that is not itself inside a collective, or else the one furthest behind."""
+    return min(beats, key=lambda rank: (beats[rank].waits or not beats[rank].busy, beats[rank].step, rank))
 
 
 def _record_for_torchrun(failure: Failure) -> None:

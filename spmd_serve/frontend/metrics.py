@@ -44,6 +44,11 @@ class _EngineCollector(Collector):
         for state, count in (("used", used), ("cached", s.pages_cached), ("free", s.pages_free)):
             pages.add_metric([state], count)
         yield pages
+        text = "Last exchange of each rank, sampled; the slowest rank waits least in it"
+        exchange = GaugeMetricFamily("spmd_serve_rank_exchange_seconds", text, labels=["rank"])
+        for rank, seconds in enumerate(s.rank_exchange_times):
+            exchange.add_metric([str(rank)], seconds)
+        yield exchange
         for name, text, value in (
             ("preemptions", "Sequences that were put back to wait", s.preempted_total),
             ("prompt_tokens", "Prompt tokens of admitted sequences", s.prompt_tokens_total),
