@@ -201,8 +201,11 @@ class Scheduler:
         step, self._step = self._step, self._step + 1
         preempted = self._preempted_total
         new_rows: list[NewRow] = []
+        parts: list[tuple[Sequence, int]] = []
         decodes, decode_slots = self._plan_decodes()
-        parts = self._deal_prefill(self._max_batch_tokens - len(decodes), self._preempted_total == preempted, new_rows)
+        if self._prefilling or self._waiting:
+            may_admit = self._preempted_total == preempted  # whoever gave way does not come back in the same step
+            parts = self._deal_prefill(self._max_batch_tokens - len(decodes), may_admit, new_rows)
         if not decodes and not parts:
             assert not new_rows
             return None

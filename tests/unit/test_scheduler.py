@@ -533,6 +533,17 @@ def test_preempted_sequence_finds_its_own_pages() -> None:
     assert resumed.num_cached > 0 and resumed.num_tokens > 20 and resumed.num_prompt == 20
 
 
+def test_cached_tokens_are_those_of_the_first_prefill() -> None:
+    """Preempted before its first token, it finds pages of its own; they are no saving that its client should see."""
+    loop = ToyLoop(page_size=2, num_pages=30, max_batch_tokens=2)
+    first, second = prompts(2, 40, 40)
+    loop.run([loop.request(0, first[:4], 50, ignore_eos=True), loop.request(1, second, 5, ignore_eos=True)])
+    loop.check_texts()
+    rows = [new for batch in loop.batches for new in batch.new_rows if new.uid == 1]
+    assert len(rows) == 2 and rows[1].num_cached > 0 and rows[1].num_tokens == 40
+    assert loop.cached[1] == 0
+
+
 @BOTH
 def test_preempted_prompt_logprobs_come_once(overlap: bool) -> None:
     loop = ToyLoop(overlap=overlap, page_size=2, num_pages=24, max_batch_tokens=7)
