@@ -16,7 +16,7 @@ import os
 import sys
 import time
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from tokenizers import Tokenizer
@@ -58,9 +58,12 @@ class _OfflineLink:
         self._requests: list[Request] = []
         self._results: dict[int, Generation] = {}
         self._error = ""
+        self._on_tokens: Callable[[int], None] | None = None
 
-    def submit(self, requests: list[Request], results: dict[int, Generation]) -> None:
-        self._requests, self._results, self._error = requests, results, ""
+    def submit(
+        self, requests: list[Request], results: dict[int, Generation], on_tokens: Callable[[int], None] | None
+    ) -> None:
+        self._requests, self._results, self._error, self._on_tokens = requests, results, "", on_tokens
 
     def drain(self) -> tuple[list[Request], list[Abort]]:
         requests, self._requests = self._requests, []
@@ -82,6 +85,8 @@ class _OfflineLink:
             result.times.append(now)
             if i in output.logprobs:
                 result.logprobs.append(output.logprobs[i])
+        if self._on_tokens is not None and output.uids:
+            self._on_tokens(len(output.uids))
         for uid, _, logprobs in output.prompt_logprobs:
             self._results[uid].prompt_logprobs += logprobs
         for finish in output.finished:
@@ -126,13 +131,18 @@ class LLM:
         )
 
     def generate(
-        self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | Sequence[SamplingParams]
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        *,
+        on_tokens: Callable[[int], None] | None = None,
     ) -> list[Generation]:
         """Generate for all prompts at once; returns when the last has ended. Collective.
 
         Args:
             prompts: texts or token ids.
             params: for all prompts, or one for each.
+            on_tokens: called on rank 0 with the number of tokens that came out, step by step; for progress.
 
         Raises:
             RequestError: a prompt cannot be served (too long, say); the others have ended.
@@ -145,7 +155,7 @@ class LLM:
             results[self._next_uid] = Generation(ids)
             requests.append(Request(self._next_uid, array("i", ids).tobytes(), sampling))
             self._next_uid += 1
-        self._link.submit(requests, results)
+        self._link.submit(requests, results, on_tokens)
         self._loop.run(until_idle=True)
         self._link.raise_error()
         if self._tokenizer is not None:

@@ -10,11 +10,13 @@ from pathlib import Path
 
 
 def benchmarks() -> dict[str, str]:
-    """Name -> first line of its docstring, of the modules beside this one that have a main(); imports none of them."""
+    """Name -> first line of its docstring, of the modules beside this one that have a main(argv); imports none."""
     found = {}
     for path in sorted(Path(__file__).parent.glob("*.py")):
         tree = ast.parse(path.read_text())
-        has_main = any(isinstance(node, ast.FunctionDef) and node.name == "main" for node in tree.body)
+        has_main = any(
+            isinstance(node, ast.FunctionDef) and node.name == "main" and node.args.args for node in tree.body
+        )
         if has_main and not path.name.startswith("_"):
             summary = (ast.get_docstring(tree) or "").partition("\n")[0]
             found[path.stem] = summary.partition(": ")[2] if summary.startswith("`") else summary

@@ -1,0 +1,61 @@
+"""The work that offline benchmarks do and that the roofline is computed for: how many tokens go in and come out."""
+
+from __future__ import annotations
+
+import argparse
+import random
+from dataclasses import dataclass
+
+MAX_TOKEN_ID = 10_000  # prompts are random ids below it, which every vocabulary has
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that are submitted at once: `lengths` holds (prompt tokens, output tokens) of each."""
+
+    name: str
+    lengths: tuple[tuple[int, int], ...]
+
+    @property
+    def prompt_tokens(self) -> int:
+        return sum(prompt for prompt, _ in self.lengths)
+
+    @property
+    def output_tokens(self) -> int:
+        return sum(output for _, output in self.lengths)
+
+    def prompts(self, seed: int) -> list[list[int]]:
+        """Random token ids. Another seed gives prompts that share no prefix with these."""
+        rng = random.Random(seed)
+        return [[rng.randrange(MAX_TOKEN_ID) for _ in range(prompt)] for prompt, _ in self.lengths]
+
+
+def parse_range(text: str) -> tuple[int, int]:
+    """'100,1024' -> (100, 1024), both inclusive; '128' -> (128, 128)."""
+    low, _, high = text.partition(",")
+    try:
+        found = int(low), int(high or low)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"'{text}' is neither N nor LOW,HIGH") from None
+    if not 1 <= found[0] <= found[1]:
+        raise argparse.ArgumentTypeError(f"'{text}' must be 1 or more, the lower bound first")
+    return found
+
+
+def make_workload(
+    name: str, count: int, prompt_tokens: tuple[int, int], output_tokens: tuple[int, int], seed: int = 0
+) -> Workload:
+    """`count` requests whose lengths are drawn evenly from inclusive ranges."""
+    rng = random.Random(seed)
+    return Workload(name, tuple((rng.randint(*prompt_tokens), rng.randint(*output_tokens)) for _ in range(count)))
+
+
+def decode(batch_size: int, prompt_tokens: int = 128, output_tokens: int = 512) -> Workload:
+    """`batch_size` equal requests, most of whose steps decode."""
+    lengths = ((prompt_tokens, output_tokens),) * batch_size
+    return Workload(f"decode bs={batch_size}", lengths)
+
+
+def offline_256() -> Workload:
+    """256 requests of mixed lengths, as other engines' offline benchmarks use them."""
+    return make_workload("offline-256", 256, (100, 1024), (100, 1024))
