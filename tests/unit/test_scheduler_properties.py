@@ -101,7 +101,7 @@ def test_random_lives() -> None:
         Lives,
         settings=settings(
             max_examples=200,
-            stateful_step_count=25,
+            stateful_step_count=15,
             deadline=None,
             database=None,
             suppress_health_check=list(HealthCheck),
