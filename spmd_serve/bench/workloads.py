@@ -57,5 +57,10 @@ def decode(batch_size: int, prompt_tokens: int = 128, output_tokens: int = 512) 
 
 
 def offline_256() -> Workload:
-    """256 requests of mixed lengths, as other engines' offline benchmarks use them."""
-    return make_workload("offline-256", 256, (100, 1024), (100, 1024))
+    """256 requests of 100 to 1024 prompt and output tokens: the lengths that other engines' offline benchmark draws.
+
+    There, the prompts' token ids come from the same generator, so they are drawn here too.
+    """
+    rng = random.Random(0)
+    prompts = [len([rng.randint(0, MAX_TOKEN_ID) for _ in range(rng.randint(100, 1024))]) for _ in range(256)]
+    return Workload("offline-256", tuple((prompt, rng.randint(100, 1024)) for prompt in prompts))
