@@ -14,6 +14,7 @@ from operator import attrgetter
 from spmd_serve.config import SchedulerOptions
 from spmd_serve.scheduler.digest import RollingDigest
 from spmd_serve.scheduler.intake import Intake
+from spmd_serve.scheduler.outbox import Outbox
 from spmd_serve.scheduler.page_tables import PageTables
 from spmd_serve.scheduler.sequence import Sequence, SequenceStatus
 from spmd_serve.scheduler.waiting_queue import WaitingQueue
@@ -108,11 +109,8 @@ class Scheduler:
         self._decoding_changed = False
         self._flights: deque[_Flight] = deque()
         self._digest = RollingDigest(digest)
-        self._output = StepOutput(0)
+        self._outbox = Outbox()
         self._preempted_total = 0
-        self._prompt_tokens_total = 0
-        self._cached_tokens_total = 0
-        self._generation_tokens_total = 0
 
     # ---- what the loop asks --------------------------------------------------------------------------------------
 
@@ -141,16 +139,14 @@ class Scheduler:
             pages_total=self._tables.pool.num_pages,
             pages_free=self._tables.pool.num_free,
             pages_cached=self._tables.pool.num_cached,
-            prompt_tokens_total=self._prompt_tokens_total,
-            cached_tokens_total=self._cached_tokens_total,
-            generation_tokens_total=self._generation_tokens_total,
+            prompt_tokens_total=self._outbox.prompt_tokens_total,
+            cached_tokens_total=self._outbox.cached_tokens_total,
+            generation_tokens_total=self._outbox.generation_tokens_total,
         )
 
     def take_output(self) -> StepOutput:
         """Everything that was produced since the last call. Every rank calls it, or the output piles up."""
-        output, self._output = self._output, StepOutput(0)
-        output.step = self._step
-        return output
+        return self._outbox.take(self._step)
 
     # ---- apply ---------------------------------------------------------------------------------------------------
 
@@ -180,8 +176,7 @@ class Scheduler:
             free_rows=len(self._free_slots),
         )
         if refusal is not None:
-            self._output.finished.append(refusal)
-            self._digest.fold_end(request.uid, refusal.reason)
+            self._end(refusal)
             return
         sequence = self._intake.make_sequence(request, now)
         self._live[sequence.uid] = sequence
@@ -357,23 +352,16 @@ class Scheduler:
         )
         assert len(result.tokens) == batch.num_sampled, f"{len(result.tokens)} tokens for {batch.num_sampled} rows"
         self._digest.fold_tokens(batch.step, result.tokens)
-        output = self._output
-        if result.prompt_logprobs:
-            self._put_prompt_logprobs(flight, result)
+        for i, prompt_logprobs in result.prompt_logprobs.items():
+            self._outbox.add_prompt_logprobs(flight.chunks[i], batch.chunks[i], prompt_logprobs)
         sampled = flight.decodes
         if flight.chunks:
             sampled = sampled + [s for s, chunk in zip(flight.chunks, batch.chunks, strict=True) if chunk.samples]
             for sequence, chunk in zip(flight.chunks, batch.chunks, strict=True):
                 self._commit_chunk(sequence, chunk)
         if result.logprobs:
-            row = len(output.uids)
-            for i, sequence in enumerate(sampled):
-                if sequence.status is not _FINISHED:
-                    if i in result.logprobs:
-                        output.logprobs[row] = result.logprobs[i]
-                    row += 1
-        uids, tokens = output.uids, output.tokens
-        before = len(tokens)
+            self._outbox.add_logprobs(sampled, result.logprobs)
+        uids, tokens = self._outbox.output.uids, self._outbox.output.tokens
         for sequence, token in zip(sampled, result.tokens, strict=True):
             if sequence.status is _FINISHED:
                 continue
@@ -385,7 +373,6 @@ class Scheduler:
                 self._finish(sequence, FinishReason.STOP)
             elif len(known) >= sequence.limit:
                 self._finish(sequence, FinishReason.LENGTH)
-        self._generation_tokens_total += len(tokens) - before
 
     def _commit_chunk(self, sequence: Sequence, chunk: PrefillChunk) -> None:
         if sequence.status is _FINISHED:
@@ -396,24 +383,9 @@ class Scheduler:
             self._tables.share(sequence, end)
         if not chunk.samples and end < sequence.limit:
             return
-        if not sequence.started:
-            sequence.started = True
-            cached = sequence.cached_tokens or 0
-            self._output.started.append((sequence.uid, cached))
-            self._prompt_tokens_total += sequence.num_prompt
-            self._cached_tokens_total += cached
+        self._outbox.start(sequence)
         if not chunk.samples:
             self._finish(sequence, FinishReason.LENGTH)
-
-    def _put_prompt_logprobs(self, flight: _Flight, result: StepTokens) -> None:
-        """Put out the prompt's logprobs; those that were computed again after a preemption are dropped."""
-        for i, logprobs in result.prompt_logprobs.items():
-            sequence, first = flight.chunks[i], flight.batch.chunks[i].start + 1
-            fresh = logprobs[max(sequence.logprobs_end - first, 0) :]
-            if fresh and sequence.status is not _FINISHED:
-                end = first + len(logprobs)
-                self._output.prompt_logprobs.append((sequence.uid, end - len(fresh), fresh))
-                sequence.logprobs_end = end
 
     # ---- ends ----------------------------------------------------------------------------------------------------
 
@@ -428,12 +400,15 @@ class Scheduler:
         if sequence.deadline is not None:
             entry = (sequence.deadline, sequence.order, sequence)
             del self._deadlines[bisect_left(self._deadlines, entry)]
-        self._output.finished.append(Finish(sequence.uid, reason, message, code))
-        self._digest.fold_end(sequence.uid, reason)
+        self._end(Finish(sequence.uid, reason, message, code))
         if not self._live:
             pool = self._tables.pool
             assert pool.num_used == 0, f"idle, but {pool.num_used} of {pool.num_pages} pages are in use"
             assert not self._running and not self._waiting
+
+    def _end(self, finish: Finish) -> None:
+        self._outbox.end(finish)
+        self._digest.fold_end(finish.uid, finish.reason)
 
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue. A token in flight still counts; the KV is computed again, as far as it is not cached."""
