@@ -75,12 +75,11 @@ class AttentionBackend(Protocol):
         """
         ...
 
-    def decodes_whole(self) -> bool:
-        """Whether the planned step can go through `decode`."""
-        ...
+    fuses_decode: bool
+    """Whether decoding rows go through `decode`; `attend` then gets the chunks' rows only."""
 
     def decode(self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
-        """A pure decode step from the raw projection: norms, rotation and the cache write are done inside.
+        """The decoding rows from their raw projection: norms, rotation and the cache write are done inside.
 
         qkv: [rows, (q_heads + 2 * kv_heads) * head_dim] -> [rows, q_heads, head_dim].
         """

@@ -34,6 +34,8 @@ class FlashInferAttention:
     copy has run would change it. So steps take turns between wrappers, as many as there are steps in flight.
     """
 
+    fuses_decode = True
+
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._workspace: Tensor | None = None
@@ -59,34 +61,18 @@ class FlashInferAttention:
         self._indices = indices.pin_memory().to(self._device, non_blocking=True)
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
-        assert self._batch is not None
-        batch, decodes = self._batch, self._batch.num_decodes
-        if not batch.chunks:
-            return self._attend_decodes(q, k_cache, v_cache, spec)
-        out = torch.empty_like(q)
-        if decodes:
-            out[:decodes] = self._attend_decodes(q[:decodes], k_cache, v_cache, spec)
-        wrapper = self._planned(q, k_cache, spec)
-        wrapper.run(q[decodes:], (k_cache, v_cache), out=out[decodes:])
+        out: Tensor = self._planned(q, k_cache, spec).run(q, (k_cache, v_cache))
         return out
 
-    def decodes_whole(self) -> bool:
-        return self._batch is not None and not self._batch.chunks
-
     def decode(self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
-        return self._attend_decodes(qkv, k_cache, v_cache, spec, rotation)
-
-    def _attend_decodes(
-        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, rotation: Rotation | None = None
-    ) -> Tensor:
         assert self._batch is not None
         batch = self._batch
         if self._decode is None:
             rows, (kv_heads, head_dim) = batch.page_table.shape[0], k_cache.shape[2:]
-            q_heads = q.shape[1] if rotation is None else q.shape[1] // head_dim - 2 * kv_heads
+            q_heads = qkv.shape[1] // head_dim - 2 * kv_heads
             self._decode = DecodeWorkspace(rows, q_heads, kv_heads, head_dim, self._device)
         return decode_attention(
-            q,
+            qkv,
             k_cache,
             v_cache,
             batch.page_table,

@@ -36,6 +36,8 @@ class _Chunk:
 class TorchAttention:
     """See AttentionBackend."""
 
+    fuses_decode = False
+
     def __init__(self) -> None:
         self._groups: list[_DecodeGroup] = []
         self._chunks: list[_Chunk] = []
@@ -61,11 +63,8 @@ class TorchAttention:
             out[rows] = _prefill(q[rows], k_cache, v_cache, chunk, spec)
         return out
 
-    def decodes_whole(self) -> bool:
-        return False
-
     def decode(self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
-        raise NotImplementedError("decodes_whole says no")
+        raise NotImplementedError("this backend attends to decoding rows like to others")
 
 
 def _group_decodes(batch: AttentionBatch) -> list[_DecodeGroup]:

@@ -167,7 +167,7 @@ class ModelRunner:
         assert self._kv is not None, "allocate comes before launch"
         step = build_forward_batch(batch, self._rows, self._limits.page_size)
         self._attention.plan(step.attention)
-        hidden = self._decoder(step.tokens, step.positions, step.kv_locations, self._kv.layers)
+        hidden = self._decoder(step.tokens, step.positions, step.kv_locations, step.num_decodes, self._kv.layers)
         prompt_logprobs = self._prompt_logprobs(batch, step, hidden)
         self._rows.advance(step.attention.decode_slots, step.attention.decode_lengths, step.chunk_ends)
         if not step.sample_slots_host:
@@ -202,8 +202,8 @@ class ModelRunner:
         rows = self._rows
         tokens, positions, lengths = decode_inputs(slots, rows.last_token, rows.length, rows.padding_slot)
         self._attention.plan(AttentionBatch(rows.page_table, self._limits.page_size, slots, lengths, []))
-        assert self._attention.decodes_whole(), "the attention kernel finds the cache locations itself"
-        return self._decoder.logits(self._decoder(tokens, positions, positions, self._kv.layers))
+        assert self._attention.fuses_decode, "the attention kernel finds the cache locations itself"
+        return self._decoder.logits(self._decoder(tokens, positions, positions, len(slots), self._kv.layers))
 
     def _decode_sample(self, logits: Tensor, slots: Tensor) -> Tensor:
         rows = self._rows

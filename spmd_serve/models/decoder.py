@@ -19,7 +19,8 @@ from spmd_serve.kernels.decode_attention import Rotation
 from spmd_serve.kernels.rope_cache import rope_and_cache
 from spmd_serve.layers.embedding import Embedding
 from spmd_serve.layers.linear import Linear
-from spmd_serve.layers.norm import RMSNorm
+from spmd_serve.layers.moe import Experts, route
+from spmd_serve.layers.norm import HeadsNorm, RMSNorm
 from spmd_serve.layers.rotary import rope_factors, rope_table, rotate
 from spmd_serve.models.model_config import LayerSpec, ModelConfig
 from spmd_serve.models.weights import WeightPiece
@@ -46,6 +47,19 @@ class DecoderContext:
         model = self.model
         return RMSNorm(size, eps=model.norm_eps, offset=model.norm_offset, dtype=self.dtype, device=self.device)
 
+    def heads_norm(self) -> HeadsNorm:
+        model, part = self.model, self.partition
+        return HeadsNorm(
+            part,
+            model.num_q_heads,
+            model.num_kv_heads,
+            model.head_dim,
+            eps=model.norm_eps,
+            comm=self.comm,
+            dtype=self.dtype,
+            device=self.device,
+        )
+
 
 @dataclass(frozen=True)
 class StepTensors:
@@ -55,11 +69,18 @@ class StepTensors:
         positions: int64 [tokens].
         kv_locations: int64 [tokens], where each token's K and V go: page * page_size + offset; -1 (GPU) is nowhere.
         ropes: (cos, signed sin) per ModelConfig.ropes entry, for `rotate` (CPU).
+        num_decodes: the first rows, which are decoding sequences' one token each.
     """
 
     positions: Tensor
     kv_locations: Tensor
     ropes: tuple[tuple[Tensor, Tensor], ...]
+    num_decodes: int
+
+    def without_decodes(self) -> StepTensors:
+        """The rows of the prefill chunks alone (GPU: without ropes)."""
+        n = self.num_decodes
+        return StepTensors(self.positions[n:], self.kv_locations[n:], (), 0)
 
 
 class Attention:
@@ -80,6 +101,7 @@ class Attention:
         self.o = ctx.linear(self._q_heads * self._head_dim, model.hidden_size, bias=model.o_bias and part.rank == 0)
         self.q_norm = ctx.norm(model.head_dim) if model.qk_norm == "head" else None
         self.k_norm = ctx.norm(model.head_dim) if model.qk_norm == "head" else None
+        self.heads_norm = ctx.heads_norm() if model.qk_norm == "full" else None
 
     def __call__(
         self,
@@ -90,18 +112,34 @@ class Attention:
         norm: RMSNorm | None = None,
         residual: Tensor | None = None,
     ) -> Tensor:
-        """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given."""
-        if self._q_heads == 0:
-            return torch.zeros_like(x)
+        """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given.
+
+        Collective where the model norms over all heads.
+        """
         k_cache, v_cache = kv
         qkv = self.qkv(x, norm=norm)
-        attention = self._ctx.attention
-        if attention.decodes_whole():
-            out = attention.decode(qkv, self._rotation(), k_cache, v_cache, self._spec)
-        else:
-            cache = self._cache_gpu if qkv.is_cuda else self._cache
-            out = attention.attend(cache(qkv, step, k_cache, v_cache), k_cache, v_cache, self._spec)
+        if self.heads_norm is not None:
+            qkv = self.heads_norm(qkv)
+        if self._q_heads == 0:
+            return torch.zeros_like(x)
+        out = self._attend(qkv, step, k_cache, v_cache)
         return self.o(out.view(x.shape[0], -1), residual=residual)
+
+    def _attend(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+        """K and V into the cache, and each row's attention: [tokens, q_heads, head_dim]."""
+        attention = self._ctx.attention
+        if not attention.fuses_decode:
+            cache = self._cache_gpu if qkv.is_cuda else self._cache
+            return attention.attend(cache(qkv, step, k_cache, v_cache), k_cache, v_cache, self._spec)
+        decodes, rotation = step.num_decodes, self._rotation()
+        if decodes == qkv.shape[0]:
+            return attention.decode(qkv, rotation, k_cache, v_cache, self._spec)
+        chunks = step.without_decodes()
+        q = self._cache_gpu(qkv[decodes:], chunks, k_cache, v_cache)
+        out = attention.attend(q, k_cache, v_cache, self._spec)
+        if decodes == 0:
+            return out
+        return torch.cat((attention.decode(qkv[:decodes], rotation, k_cache, v_cache, self._spec), out))
 
     def _cache(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """QK-norm, rotation, K and V into the cache; returns q, [tokens, q_heads, head_dim]."""
@@ -169,6 +207,13 @@ class Attention:
                 yield WeightPiece(
                     norm.weight, f"{self._prefix}.{name}.weight", (slice(None),), tuple(norm.weight.shape)
                 )
+        if self.heads_norm is not None:
+            for weight, name, rows, total in (
+                (self.heads_norm.q_weight, "q_norm", q_rows, q_all),
+                (self.heads_norm.k_weight, "k_norm", kv_rows, kv_all),
+            ):
+                index = slice(rows.start, rows.stop)
+                yield WeightPiece(weight, f"{self._prefix}.{name}.weight", (index,), (total,))
 
 
 class MLP:
@@ -205,6 +250,43 @@ class MLP:
             yield WeightPiece(target, f"{self._prefix}.down_proj.bias", (slice(None),), (hidden,))
 
 
+class MoE:
+    """Router and this rank's experts, in the place of an MLP."""
+
+    def __init__(self, ctx: DecoderContext, prefix: str) -> None:
+        assert ctx.model.moe is not None
+        self._ctx = ctx
+        self._moe = ctx.model.moe
+        self._prefix = prefix
+        hidden, width = ctx.model.hidden_size, self._moe.intermediate_size
+        self.router = ctx.linear(hidden, self._moe.num_experts)  # whole on every rank
+        activation, owned = ctx.model.activation, ctx.partition.experts
+        self.experts = Experts(owned, hidden, width, activation=activation, dtype=ctx.dtype, device=ctx.device)
+
+    def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
+        """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given."""
+        if norm is not None:
+            x = norm(x)
+        choice = route(self.router(x), self._moe.experts_per_token, normalize=self._moe.normalize_top_k)
+        out = self.experts(x, *choice)
+        return out if residual is None else residual.add_(out)
+
+    def pieces(self) -> Iterator[WeightPiece]:
+        """Experts of other ranks have empty targets: nothing is read of them, but they must be in the checkpoint."""
+        hidden, width, owned = self._ctx.model.hidden_size, self._moe.intermediate_size, self._ctx.partition.experts
+        yield WeightPiece(self.router.weight, f"{self._prefix}.gate.weight", (), tuple(self.router.weight.shape))
+        nothing = self.experts.down.new_empty(0)
+        for expert in range(self._moe.num_experts):
+            gate = up = down = nothing
+            if expert in owned:
+                gate, up = self.experts.gate_up[expert - owned.start].chunk(2)
+                down = self.experts.down[expert - owned.start]
+            name = f"{self._prefix}.experts.{expert}"
+            yield WeightPiece(gate, f"{name}.gate_proj.weight", (), (width, hidden))
+            yield WeightPiece(up, f"{name}.up_proj.weight", (), (width, hidden))
+            yield WeightPiece(down, f"{name}.down_proj.weight", (), (hidden, width))
+
+
 class DecoderLayer:
     """Attention and MLP with their norms and residual adds."""
 
@@ -215,7 +297,7 @@ class DecoderLayer:
         self._prefix = f"model.layers.{index}"
         table = None if layer.rope is None else rope_tables[layer.rope]
         self.attention = Attention(ctx, layer, table, f"{self._prefix}.self_attn")
-        self.mlp = MLP(ctx, f"{self._prefix}.mlp")
+        self.mlp = (MoE if layer.moe else MLP)(ctx, f"{self._prefix}.mlp")
         # Names as in Hugging Face's checkpoints: with post-norms, "post_attention_layernorm" is the norm of the
         # attention's output; without them it is the norm before the MLP.
         hidden = model.hidden_size
@@ -279,14 +361,16 @@ class Decoder:
         if model.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
 
-    def __call__(self, tokens: Tensor, positions: Tensor, kv_locations: Tensor, kv: KVLayers) -> Tensor:
+    def __call__(
+        self, tokens: Tensor, positions: Tensor, kv_locations: Tensor, num_decodes: int, kv: KVLayers
+    ) -> Tensor:
         """tokens, positions, kv_locations: int64 [tokens] -> hidden states after the last norm, [tokens, hidden].
 
         The attention backend must have planned the step. Collective.
         """
         tables = () if positions.is_cuda else self._rope_tables
         ropes = tuple(rope_factors(table, positions, self._ctx.dtype) for table in tables)
-        step = StepTensors(positions, kv_locations, ropes)
+        step = StepTensors(positions, kv_locations, ropes, num_decodes)
         x = self.embedding(tokens)
         if self._ctx.model.embed_scale != 1.0:
             x = x * self._embed_scale
