@@ -96,7 +96,7 @@ class _Client:
         timings.prompt_tokens += counts["prompt_tokens"]
 
 
-def main() -> int:
+def run() -> int:
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     client = _Client(job)
     asyncio.run(client.run())
@@ -105,4 +105,4 @@ def main() -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run())

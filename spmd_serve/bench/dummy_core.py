@@ -16,7 +16,6 @@ from spmd_serve.types import (
     FinishReason,
     Request,
     SamplingParams,
-    ServiceState,
     StepOutput,
     StepStats,
     TokenLogprobs,
@@ -75,8 +74,7 @@ class DummyCore:
         self.publish_seconds = 0.0  # CPU time
 
     def start(self) -> None:
-        """Report READY and begin."""
-        self._link.set_state(ServiceState.READY)
+        """Begin. The state is the caller's to set."""
         self._thread.start()
 
     def stop(self) -> None:

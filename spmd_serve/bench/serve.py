@@ -31,7 +31,7 @@ from spmd_serve.bench.dummy_core import DummyCore
 from spmd_serve.bench.stats import Timings, quantile
 from spmd_serve.config import Config, ServerOptions
 from spmd_serve.frontend.server import Frontend, ProcessFrontend, start_frontend
-from spmd_serve.types import ModelInfo
+from spmd_serve.types import ModelInfo, ServiceState
 
 START_TIMEOUT = 300.0  # seconds for a server to load its model
 
@@ -208,6 +208,7 @@ def dummy_server(args: argparse.Namespace, folder: Path, vocab_size: int) -> Ite
         step_interval=interval,
     )
     core.start()
+    frontend.link.set_state(ServiceState.READY)
     try:
         yield DummyServer(frontend, core)
     finally:

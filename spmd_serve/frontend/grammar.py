@@ -100,12 +100,13 @@ def _sources(body: Generate) -> list[tuple[str, str, Any]]:
 
 
 def _serialise(kind: str, source: Any, field: str) -> str:
+    _check_nesting(source, field)
     size = len(source.encode()) if isinstance(source, str) else len(orjson.dumps(source))
     if size > MAX_SOURCE:
         raise RequestError(f"{field} has {size} bytes; at most {MAX_SOURCE} are allowed", param=field)
     if kind == "JSON schema":
         schema = orjson.loads(source) if isinstance(source, str) else source
-        _check_nesting(schema, field)
+        _check_nesting(schema, field)  # again: it may have been a string
         return str(llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_DEFAULTS))
     if kind == "regex":
         return str(llguidance.LLMatcher.grammar_from_regex(source))
@@ -116,9 +117,9 @@ def _serialise(kind: str, source: Any, field: str) -> str:
     return str(llguidance.grammar_from("grammar", source))
 
 
-def _check_nesting(schema: Any, field: str) -> None:
-    """Refuse deep nesting, level by level (a recursion here could itself overflow)."""
-    level = [schema]
+def _check_nesting(source: Any, field: str) -> None:
+    """Refuse deep nesting, level by level: whatever recurses, JSON encoders included, could overflow."""
+    level = [source]
     for _ in range(MAX_NESTING):
         level = [
             child

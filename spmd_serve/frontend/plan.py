@@ -144,6 +144,7 @@ class Planner:
         """Plan of a /v1/completions body."""
         body = parse_body(data, CompletionBody)
         self.check_model(body.model)
+        self._check_bound("n", body.n, self._server.max_n)
         self._check_bound("logprobs", body.logprobs, self._server.max_logprobs)
         echo = bool(body.echo)
         best_of = body.best_of or body.n or 1
@@ -169,6 +170,7 @@ class Planner:
         """Plan of a /v1/chat/completions body."""
         body = parse_body(data, ChatBody)
         self.check_model(body.model)
+        self._check_bound("n", body.n, self._server.max_n)
         self._check_bound("top_logprobs", body.top_logprobs, self._server.max_logprobs)
         if body.top_logprobs is not None and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
@@ -342,7 +344,6 @@ class Planner:
         logprobs: int | None,
         chat: bool,
     ) -> Plan:
-        self._check_bound("n", body.n, self._server.max_n)
         if best_of * len(prompts) > self._capacity:
             raise RequestError(
                 f"this asks for {best_of * len(prompts)} sequences; this server queues at most {self._capacity}",

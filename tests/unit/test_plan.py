@@ -1,0 +1,412 @@
+"""From bodies to plans: every field has its place, every wrong value is refused under its name."""
+
+from __future__ import annotations
+
+import json
+from array import array
+from typing import Any
+
+import pytest
+from support.fake_service import CONTEXT, EOS, MODEL, VOCAB, bundled_tokenizer, fake_info, model_folder
+
+from spmd_serve.config import Config, SchedulerOptions, ServerOptions
+from spmd_serve.errors import RequestError
+from spmd_serve.frontend.chat import ChatTemplate, find_template
+from spmd_serve.frontend.grammar import GrammarCompiler
+from spmd_serve.frontend.plan import Plan, Planner
+from spmd_serve.frontend.schemas import ChatBody, CompletionBody
+from spmd_serve.frontend.tokenizer import TextTokenizer
+from spmd_serve.types import SamplingParams
+
+HELLO = [{"role": "user", "content": "hello"}]
+
+
+def make_planner(config: Config | None = None, template: str | None = None, **info: Any) -> Planner:
+    tokenizer = bundled_tokenizer()
+    source = template or find_template(model_folder(), None)
+    served = fake_info(**info)
+    return Planner(
+        config or Config(), served, tokenizer, ChatTemplate(source, tokenizer), GrammarCompiler(tokenizer, served)
+    )
+
+
+@pytest.fixture(scope="module")
+def planner() -> Planner:
+    return make_planner()
+
+
+def completion(planner: Planner, **fields: Any) -> Plan:
+    return planner.completion(json.dumps({"prompt": "hello"} | fields).encode())
+
+
+def chat(planner: Planner, **fields: Any) -> Plan:
+    return planner.chat(json.dumps({"messages": HELLO} | fields).encode())
+
+
+# ---- what is right ------------------------------------------------------------------------------------------------
+
+
+def test_defaults(planner: Planner) -> None:
+    plan = completion(planner)
+    assert plan.params == SamplingParams(16, seed=plan.params.seed)
+    assert (plan.n, plan.best_of, plan.stream, plan.echo, plan.timeout) == (1, 1, False, False, None)
+    assert plan.prompts[0].ids.tolist() == [28120]
+    assert 0 <= plan.params.seed < 2**63
+    assert completion(planner).params.seed != plan.params.seed
+    plan = chat(planner)
+    assert plan.prompts[0].max_tokens == CONTEXT - len(plan.prompts[0].ids)
+    assert plan.chat
+
+
+def test_every_sampling_field_reaches_the_engine(planner: Planner) -> None:
+    fields = {
+        "max_tokens": 9,
+        "temperature": 0.5,
+        "top_k": 3,
+        "top_p": 0.25,
+        "min_p": 0.125,
+        "seed": 2**63 - 1,
+        "stop_token_ids": [5, 6],
+        "ignore_eos": True,
+        "min_tokens": 4,
+        "presence_penalty": 1.5,
+        "frequency_penalty": -1.5,
+        "repetition_penalty": 1.25,
+        "logprobs": 3,
+        "prompt_logprobs": 2,
+    }
+    params = completion(planner, **fields, logit_bias={"7": -100, "8": 1.5}).params
+    for name, value in fields.items():
+        assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value), name
+    assert params.logit_bias == ((7, -100.0), (8, 1.5))
+    plan = chat(
+        planner, logprobs=True, top_logprobs=4, max_completion_tokens=8, priority=-3, cache_salt="s", timeout=2.5
+    )
+    assert plan.params.logprobs == 4
+    assert plan.prompts[0].max_tokens == 8
+    assert (plan.priority, plan.cache_salt, plan.timeout) == (-3, "s", 2.5)
+    assert chat(planner, logprobs=True).params.logprobs == 0
+    assert chat(planner, logprobs=False).params.logprobs is None
+
+
+def test_null_is_the_same_as_absent(planner: Planner) -> None:
+    for schema, make in ((CompletionBody, completion), (ChatBody, chat)):
+        names = set(schema.model_fields) | set(schema.refused_fields)
+        nulls = dict.fromkeys(names - {"prompt", "messages", "seed"})
+        plan, plain = make(planner, **nulls, seed=1), make(planner, seed=1)
+        assert (plan.params, plan.n, plan.stream) == (plain.params, plain.n, plain.stream)
+
+
+def test_choices_have_seeds_of_their_own(planner: Planner) -> None:
+    plan = completion(planner, n=3, seed=2**63 - 2)
+    assert [plan.choice_params(plan.prompts[0], i).seed for i in range(3)] == [2**63 - 2, 2**63 - 1, 0]
+
+
+def test_prompts_in_all_their_forms(planner: Planner) -> None:
+    def ids(prompt: Any) -> list[list[int]]:
+        return [p.ids.tolist() for p in completion(planner, prompt=prompt).prompts]
+
+    assert ids("hello") == ids(["hello"]) == ids([28120]) == ids([[28120]]) == [[28120]]
+    assert ids(["hello", "hello"]) == ids([[28120], [28120]]) == [[28120], [28120]]
+
+
+def test_generation_defaults_of_the_model_hold_until_the_request_says_otherwise() -> None:
+    planner = make_planner(
+        generation_defaults={"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.1, "repetition_penalty": 1.1}
+    )
+    params = completion(planner).params
+    assert (params.temperature, params.top_k, params.top_p, params.min_p, params.repetition_penalty) == (
+        0.6,
+        20,
+        0.95,
+        0.1,
+        1.1,
+    )
+    params = completion(planner, temperature=0, top_k=-1, top_p=1).params
+    assert (params.temperature, params.top_k, params.top_p) == (0.0, 0, 1.0)
+    assert completion(planner, temperature=1e-9).params.temperature == 0.0
+
+
+def test_length_is_clamped_to_context_and_pool(planner: Planner) -> None:
+    assert completion(planner, prompt=[5] * 8000, max_tokens=1000).prompts[0].max_tokens == 192
+    assert completion(planner, prompt=[5] * 8191).prompts[0].max_tokens == 1
+    small = make_planner(max_request_tokens=64)
+    assert completion(small, prompt=[5] * 40, max_tokens=60).prompts[0].max_tokens == 24
+
+
+def test_echo_and_best_of(planner: Planner) -> None:
+    plan = completion(planner, prompt="hello", echo=True, logprobs=2)
+    assert plan.prompts[0].echo_text == "hello"
+    assert (plan.params.logprobs, plan.params.prompt_logprobs, plan.prompt_logprobs) == (2, 2, None)
+    assert completion(planner, prompt=[28120, EOS], echo=True).prompts[0].echo_text == "hello"
+    plan = completion(planner, n=2, best_of=4)
+    assert (plan.n, plan.best_of, plan.params.logprobs, plan.logprobs) == (2, 4, 0, None)
+
+
+def test_the_shorter_timeout_holds() -> None:
+    planner = make_planner(Config(scheduler=SchedulerOptions(request_timeout=5.0)))
+    assert completion(planner).timeout == 5
+    assert completion(planner, timeout=2).timeout == 2
+    assert completion(planner, timeout=60).timeout == 5
+
+
+def test_one_bos_in_a_chat(tmp_path: Any) -> None:
+    """The template writes BOS; a tokenizer that would add another is not asked to, and if it is, one is dropped."""
+    from tokenizers import Tokenizer, processors
+
+    folder = tmp_path
+    bos = "<|im_start|>"
+    tokenizer = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A $B", special_tokens=[(bos, 1)]
+    )
+    tokenizer.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"bos_token": bos}))
+    text_tokenizer = TextTokenizer(folder, VOCAB)
+    info = fake_info()
+    template = ChatTemplate("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}", text_tokenizer)
+    planner = Planner(Config(), info, text_tokenizer, template, GrammarCompiler(text_tokenizer, info))
+    for fields in ({}, {"add_special_tokens": True}, {"add_special_tokens": False}):
+        assert chat(planner, **fields).prompts[0].ids.tolist() == [1, 28120], fields
+    assert completion(planner).prompts[0].ids.tolist() == [1, 28120]  # raw completions: the tokenizer's default
+    assert completion(planner, add_special_tokens=False).prompts[0].ids.tolist() == [28120]
+
+
+def test_messages_as_templates_want_them() -> None:
+    planner = make_planner(template="{{ messages | tojson }}")
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    messages = [
+        {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "content": "42", "tool_call_id": "1"},
+        {"role": "user", "content": "thanks", "name": "Ann"},
+    ]
+    tokenizer = bundled_tokenizer()
+    text = tokenizer.decode(chat(planner, messages=messages).prompts[0].ids, skip_special_tokens=False)
+    expected_call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": [1]}}}
+    assert json.loads(text) == [
+        {"role": "system", "content": "a\nb"},
+        {"role": "assistant", "content": "", "tool_calls": [expected_call]},
+        {"role": "tool", "content": "42", "tool_call_id": "1"},
+        {"role": "user", "content": "thanks", "name": "Ann"},
+    ]
+
+
+def test_tokenize_and_detokenize(planner: Planner) -> None:
+    answer = planner.tokenize(b'{"prompt": "hello hello", "return_token_strs": true}')
+    assert answer["count"] == len(answer["tokens"]) == len(answer["token_strs"]) == 2
+    assert answer["max_model_len"] == CONTEXT
+    assert planner.detokenize(json.dumps({"tokens": answer["tokens"]}).encode()) == {"prompt": "hello hello"}
+    chatted = planner.tokenize(json.dumps({"messages": HELLO}).encode())["tokens"]
+    assert array("i", chatted) == chat(planner).prompts[0].ids
+
+
+# ---- what is wrong ------------------------------------------------------------------------------------------------
+
+COMMON = [
+    ("model", {"model": "nothing"}),
+    ("model", {"model": 5}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("max_tokens", {"max_tokens": -1}),
+    ("max_tokens", {"max_tokens": 1.5}),
+    ("max_tokens", {"max_tokens": "5"}),
+    ("max_tokens", {"max_tokens": True}),
+    ("temperature", {"temperature": -1}),
+    ("temperature", {"temperature": 1e9}),
+    ("temperature", {"temperature": "hot"}),
+    ("top_p", {"top_p": 0}),
+    ("top_p", {"top_p": 1.5}),
+    ("top_k", {"top_k": -2}),
+    ("min_p", {"min_p": -0.1}),
+    ("n", {"n": 0}),
+    ("n", {"n": 5_000_000}),
+    ("seed", {"seed": 10**20}),
+    ("seed", {"seed": -1}),
+    ("seed", {"seed": 2**63}),
+    ("stream", {"stream": "yes"}),
+    ("stream_options", {"stream_options": {"include_usage": True}}),
+    ("stream_options.foo", {"stream": True, "stream_options": {"foo": 1}}),
+    ("stream_options.include_obfuscation", {"stream": True, "stream_options": {"include_obfuscation": True}}),
+    ("stop", {"stop": ""}),
+    ("stop", {"stop": ["a", 5]}),
+    ("stop", {"stop": ["x"] * 17}),
+    ("stop", {"stop": "x" * 1025}),
+    ("stop", {"stop": {}}),
+    ("stop_token_ids[1]", {"stop_token_ids": [1, -1]}),
+    ("stop_token_ids", {"stop_token_ids": [VOCAB]}),
+    ("stop_token_ids", {"stop_token_ids": [1] * 257}),
+    ("presence_penalty", {"presence_penalty": 2.5}),
+    ("frequency_penalty", {"frequency_penalty": -3}),
+    ("repetition_penalty", {"repetition_penalty": 0}),
+    ("min_tokens", {"min_tokens": 11, "max_tokens": 10}),
+    ("min_tokens", {"min_tokens": -1}),
+    ("logit_bias", {"logit_bias": {"x": 1}}),
+    ("logit_bias", {"logit_bias": {"5": 101}}),
+    ("logit_bias", {"logit_bias": {"5": "1"}}),
+    ("logit_bias", {"logit_bias": {str(VOCAB): 1}}),
+    ("logit_bias", {"logit_bias": {"-1": 1}}),
+    ("logit_bias", {"logit_bias": [1]}),
+    ("prompt_logprobs", {"prompt_logprobs": 21}),
+    ("prompt_logprobs", {"prompt_logprobs": -1}),
+    ("priority", {"priority": 2**31}),
+    ("timeout", {"timeout": 0}),
+    ("timeout", {"timeout": -5}),
+    ("cache_salt", {"cache_salt": "s" * 257}),
+    ("response_format.type", {"response_format": {"type": "xml"}}),
+    ("response_format", {"response_format": {"type": "json_schema"}}),
+    ("response_format", {"response_format": "json"}),
+    ("structured_outputs", {"structured_outputs": {}}),
+    ("unknown", {"unknown": None}),
+    ("unknown", {"unknown": 1}),
+    ("use_beam_search", {"use_beam_search": True}),
+]
+COMPLETION_ONLY = [
+    ("prompt", {"prompt": ""}),
+    ("prompt", {"prompt": []}),
+    ("prompt", {"prompt": [[]]}),
+    ("prompt", {"prompt": [""]}),
+    ("prompt", {"prompt": None}),
+    ("prompt", {"prompt": 5}),
+    ("prompt", {"prompt": {"a": 1}}),
+    ("prompt", {"prompt": [1, "a"]}),
+    ("prompt", {"prompt": [True]}),
+    ("prompt", {"prompt": [1.0]}),
+    ("prompt", {"prompt": [VOCAB]}),
+    ("prompt", {"prompt": [-1]}),
+    ("prompt", {"prompt": [2**40]}),
+    ("prompt", {"prompt": [10**30]}),
+    ("prompt", {"prompt": ["a"] * 1025}),
+    ("prompt", {"prompt": [5] * CONTEXT}),
+    ("prompt", {"prompt": "word " * (CONTEXT + 1)}),
+    ("logprobs", {"logprobs": 10**6}),
+    ("logprobs", {"logprobs": 21}),
+    ("logprobs", {"logprobs": -1}),
+    ("logprobs", {"logprobs": True}),
+    ("best_of", {"best_of": 1, "n": 2}),
+    ("best_of", {"best_of": 129}),
+    ("best_of", {"best_of": 2, "stream": True}),
+    ("n", {"n": 128, "prompt": ["a"] * 100}),
+    ("suffix", {"suffix": "x"}),
+    ("tools", {"tools": []}),
+]
+CHAT_ONLY = [
+    ("messages", {"messages": []}),
+    ("messages", {"messages": "hello"}),
+    ("messages[0].role", {"messages": [{"role": "king", "content": "x"}]}),
+    ("messages[0].role", {"messages": [{"content": "x"}]}),
+    ("messages[0].content", {"messages": [{"role": "user"}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": 5}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}]}),
+    ("messages[0].content", {"messages": [{"role": "user", "content": ["a"]}]}),
+    ("messages[0].foo", {"messages": [{"role": "user", "content": "x", "foo": 1}]}),
+    ("messages[0].audio", {"messages": [{"role": "user", "content": "x", "audio": {}}]}),
+    ("messages[0].tool_calls[0].id", {"messages": [{"role": "assistant", "tool_calls": [{"function": {}}]}]}),
+    (
+        "messages[0].tool_calls[0].function.arguments",
+        {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}]},
+    ),
+    ("messages", {"messages": [{"role": "user", "content": "word " * CONTEXT}]}),
+    ("messages", {"messages": HELLO, "chat_template_kwargs": {"messages": 5}}),
+    ("max_tokens", {"max_tokens": 5, "max_completion_tokens": 6}),
+    ("max_completion_tokens", {"max_completion_tokens": 0}),
+    ("logprobs", {"logprobs": 5}),
+    ("top_logprobs", {"top_logprobs": 5}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),
+    ("top_logprobs", {"logprobs": True, "top_logprobs": 10**6}),
+    ("continue_final_message", {"continue_final_message": True, "add_generation_prompt": True}),
+    ("best_of", {"best_of": 2}),
+    ("echo", {"echo": True}),
+    *[(name, {name: 1}) for name in ChatBody.refused_fields],
+]
+
+
+def refused(make: Any, planner: Planner, param: str, fields: dict[str, Any]) -> RequestError:
+    with pytest.raises(RequestError) as caught:
+        make(planner, **fields)
+    error: RequestError = caught.value
+    assert error.param == param
+    assert error.status == (404 if fields.get("model") == "nothing" else 400)
+    assert len(error.message) < 1500
+    return error
+
+
+def name_case(case: tuple[str, dict[str, Any]]) -> str:
+    return json.dumps(case[1])[:60]
+
+
+@pytest.mark.parametrize("case", COMMON + COMPLETION_ONLY, ids=name_case)
+def test_wrong_completions(planner: Planner, case: tuple[str, dict[str, Any]]) -> None:
+    refused(completion, planner, *case)
+
+
+@pytest.mark.parametrize("case", COMMON + CHAT_ONLY, ids=name_case)
+def test_wrong_chats(planner: Planner, case: tuple[str, dict[str, Any]]) -> None:
+    refused(chat, planner, *case)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        b"",
+        b"{",
+        b"[]",
+        b'"x"',
+        b"null",
+        b"\xff\xfe",
+        b'{"prompt": "\\ud800"}',
+        b'{"prompt": "x", "temperature": NaN}',
+        b'{"prompt": "x", "temperature": Infinity}',
+        b'{"prompt": "x", "temperature": -Infinity}',
+        b'{"prompt": "x", "temperature": 1e999}',
+        b'{"prompt": ' + b"[" * 100_000 + b"]" * 100_000 + b"}",
+        b'{"a":' * 5000 + b"1" + b"}" * 5000,
+    ],
+)
+def test_what_is_not_json_or_not_an_object(planner: Planner, data: bytes) -> None:
+    for make in (planner.completion, planner.chat, planner.tokenize, planner.detokenize):
+        with pytest.raises(RequestError) as caught:
+            make(data)
+        assert caught.value.status == 400
+
+
+def test_too_long_a_prompt_states_both_lengths(planner: Planner) -> None:
+    error = refused(completion, planner, "prompt", {"prompt": [5] * 9000})
+    assert "9000 tokens" in error.message and "8192 tokens" in error.message
+    assert error.code == "context_length"
+    small = make_planner(max_request_tokens=64)
+    error = refused(completion, small, "prompt", {"prompt": [5] * 100})
+    assert "100 tokens" in error.message and "64 tokens" in error.message and "--num-pages" in error.message
+    error = refused(completion, planner, "prompt", {"prompt": "x" * 5_000_000})
+    assert "at least" in error.message and "8192 tokens" in error.message
+
+
+def test_limits_are_options() -> None:
+    planner = make_planner(Config(server=ServerOptions(max_logprobs=2, max_n=3, max_prompts=4)))
+    completion(planner, logprobs=2, n=3)
+    completion(planner, prompt=["a"] * 4)
+    refused(completion, planner, "logprobs", {"logprobs": 3})
+    refused(completion, planner, "best_of", {"best_of": 4})
+    refused(chat, planner, "n", {"n": 4})
+    refused(completion, planner, "prompt", {"prompt": ["a"] * 5})
+
+
+def test_wrong_token_bodies(planner: Planner) -> None:
+    for make, param, fields in (
+        (planner.tokenize, "prompt", {}),
+        (planner.tokenize, "prompt", {"prompt": "a", "messages": HELLO}),
+        (planner.tokenize, "model", {"prompt": "a", "model": "other"}),
+        (planner.detokenize, "tokens", {}),
+        (planner.detokenize, "tokens[0]", {"tokens": ["a"]}),
+        (planner.detokenize, "tokens[0]", {"tokens": [-1]}),
+        (planner.detokenize, "tokens", {"tokens": [VOCAB]}),
+        (planner.detokenize, "foo", {"tokens": [], "foo": 1}),
+    ):
+        with pytest.raises(RequestError) as caught:
+            make(json.dumps(fields).encode())
+        assert caught.value.param == param
+
+
+def test_the_served_name_is_accepted(planner: Planner) -> None:
+    assert completion(planner, model=MODEL).model == MODEL
