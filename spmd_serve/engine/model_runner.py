@@ -98,6 +98,11 @@ class ModelRunner:
                 graphs = DecodeGraphs(self._decode_forward, self._decode_sample, sizes, padding, self._device)
                 graphs.capture(progress=self._comm.rank == 0)
             self._graphs = graphs
+        if self._device.type == "cuda":
+            # Kernels of small chunks compile now, not under the first requests.
+            for count in (1, 8, 40, 100):
+                if count <= min(self._limits.max_batch_tokens, self._limits.max_model_len, num_pages):
+                    self._run_dummy([count])
 
     @torch.inference_mode()
     def measure_activations(self) -> int:
@@ -109,24 +114,27 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(device)
         before = torch.cuda.memory_allocated(device)
         per_row = min(limits.max_model_len, limits.max_batch_tokens)
-        counts = [per_row] * (limits.max_batch_tokens // per_row)
-        counts = counts[: limits.max_num_seqs]
-        pages = [-(-count // limits.page_size) for count in counts]
-        self._kv = self._make_kv(sum(pages))
-        batch = ScheduledBatch(0, [])
-        for slot, (count, needed) in enumerate(zip(counts, pages, strict=True)):
-            tokens = array("i", [0]) * count
-            batch.new_rows.append(
-                NewRow(slot, slot, SamplingParams(max_tokens=1, temperature=1.0), tokens, count, count, 0)
-            )
-            first = sum(pages[:slot])
-            batch.page_writes.append((slot, 0, list(range(first, first + needed))))
-            batch.chunks.append(PrefillChunk(slot, 0, tokens, True))
-        self.launch(batch).wait()
+        counts = [per_row] * min(limits.max_batch_tokens // per_row, limits.max_num_seqs)
+        self._kv = self._make_kv(len(counts) * -(-per_row // limits.page_size))
+        self._run_dummy(counts)
         pool = self._kv.nbytes
         self._kv = None
         logits = 4 * limits.max_num_seqs * len(self._partition.vocab)
         return torch.cuda.max_memory_allocated(device) - before - pool + 2 * logits
+
+    def _run_dummy(self, counts: list[int]) -> None:
+        """Prefill rows of `counts` tokens in pages from 0 on. What it leaves behind is overwritten by admissions."""
+        batch = ScheduledBatch(0, [])
+        first = 0
+        for slot, count in enumerate(counts):
+            pages = -(-count // self._limits.page_size)
+            tokens = array("i", [0]) * count
+            params = SamplingParams(max_tokens=1, temperature=1.0)
+            batch.new_rows.append(NewRow(slot, slot, params, tokens, count, count, 0))
+            batch.page_writes.append((slot, 0, list(range(first, first + pages))))
+            batch.chunks.append(PrefillChunk(slot, 0, tokens, True))
+            first += pages
+        self.launch(batch).wait()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:
