@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +17,8 @@ from spmd_serve.config import ModelOptions
 from spmd_serve.distributed.ranks import RankInfo
 from spmd_serve.kernels.gumbel import gumbel_noise, row_key, uniforms
 from spmd_serve.models.resolve import resolve_model
+
+_SHORT = 64  # tokens
 
 
 @dataclass(frozen=True)
@@ -67,28 +69,36 @@ class Reference:
             ids = self.tokenizer(text, add_special_tokens=False).input_ids
         return ids
 
-    def answers(self, cases: list[Case]) -> list[Answer]:
-        """Of all cases in one batch (padded on the left, and so masked), which costs little more than of one."""
+    def answers(self, cases: Sequence[Case]) -> list[Answer]:
+        """Short prompts in one batch (padded on the left, and so masked), which costs little more than one; long ones alone."""
         prompts = [self.prompt_ids(case) for case in cases]
+        short = [i for i, prompt in enumerate(prompts) if len(prompt) <= _SHORT]
+        batches = [short] if short else []
+        batches += [[i] for i, prompt in enumerate(prompts) if len(prompt) > _SHORT]
+        found: dict[int, Answer] = {}
+        for batch in batches:
+            outputs = self._generate([cases[i] for i in batch], [prompts[i] for i in batch])
+            for i, output in zip(batch, outputs, strict=True):
+                found[i] = self._answer(cases[i], prompts[i], output)
+        return [found[i] for i in range(len(cases))]
+
+    def _generate(self, cases: list[Case], prompts: list[list[int]]) -> list[list[int]]:
+        """At least the tokens of each case's output; what follows an EOS is of no account."""
         width = max(map(len, prompts))
-        eos = self._model.generation_config.eos_token_id
-        eos_ids = {eos} if isinstance(eos, int) else set(eos)
-        padded = torch.tensor([[0] * (width - len(p)) + p for p in prompts])
-        mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts])
+        padding = [width - len(prompt) for prompt in prompts]
         out = self._model.generate(
-            padded,
-            attention_mask=mask,
+            torch.tensor([[0] * pad + prompt for pad, prompt in zip(padding, prompts, strict=True)]),
+            attention_mask=torch.tensor([[0] * pad + [1] * (width - pad) for pad in padding]),
             max_new_tokens=max(case.max_tokens for case in cases),
             do_sample=False,
             pad_token_id=0,
-            logits_processor=LogitsProcessorList([_Draw(cases, [width - len(p) for p in prompts])]),
+            logits_processor=LogitsProcessorList([_Draw(cases, padding)]),
         )
-        return [
-            self._answer(case, prompt, row[width:].tolist(), eos_ids)
-            for case, prompt, row in zip(cases, prompts, out, strict=True)
-        ]
+        return [row[width:].tolist() for row in out]
 
-    def _answer(self, case: Case, prompt: list[int], output: list[int], eos_ids: set[int]) -> Answer:
+    def _answer(self, case: Case, prompt: list[int], output: list[int]) -> Answer:
+        eos = self._model.generation_config.eos_token_id
+        eos_ids = {eos} if isinstance(eos, int) else set(eos)
         output = output[: case.max_tokens]
         ends = [i for i, token in enumerate(output) if token in eos_ids]
         text = self.tokenizer.decode(output[: ends[0]] if ends else output, skip_special_tokens=True)
