@@ -36,5 +36,6 @@ check() { # check NAME COMMAND...
 check lint "$PYTHON" -m ruff check .
 check format "$PYTHON" -m ruff format --check .
 check types "$PYTHON" -m mypy
+check "types of launch/" "$PYTHON" -m mypy launch/*.py
 check tests "$PYTHON" -m pytest "$@"
 [ "${#failed[@]}" -eq 0 ] || die "failed: ${failed[*]}"

@@ -6,8 +6,8 @@ ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
 TORCH=${TORCH:-auto}
 MIN_TORCH=2.8 # as in pyproject.toml
-CPU_INDEX=https://download.pytorch.org/whl/cpu
-CU126_INDEX=https://download.pytorch.org/whl/cu126
+CPU_INDEX=${CPU_INDEX:-https://download.pytorch.org/whl/cpu}
+CU126_INDEX=${CU126_INDEX:-https://download.pytorch.org/whl/cu126}
 
 # set -e never ends a script without a word.
 set -E
@@ -26,6 +26,7 @@ Environment:
   PYTHON=FILE   use this interpreter as it is and install nothing (container, conda, module)
   TORCH=...     which torch a new environment gets: auto (default: cuda where there is an NVIDIA GPU, else cpu), cpu, cuda,
                 or a pip requirement such as 'torch==2.11.0'. A torch that the base Python already has is used as it is.
+  CPU_INDEX=URL, CU126_INDEX=URL   mirrors of PyTorch's own package indexes (default: https://download.pytorch.org/whl/...)
 HELP
 }
 

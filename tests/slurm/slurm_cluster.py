@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -9,14 +10,13 @@ import signal
 import socket
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TypeVar
+
+from support.server import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scancel", "scontrol")
-T = TypeVar("T")
 
 CONF = """\
 ClusterName=test
@@ -63,35 +63,28 @@ def why_not() -> str:
     return ""
 
 
-def wait_for(what: str, ask: Callable[[], T | None], seconds: float, log: Callable[[], str] = str) -> T:
-    """Poll until `ask` returns something true."""
-    deadline = time.monotonic() + seconds
-    while True:
-        answer = ask()
-        if answer:
-            return answer
-        assert time.monotonic() < deadline, f"{what}: not within {seconds:g} s\n{log()}"
-        time.sleep(0.1)
-
-
 def run(*command: str, env: dict[str, str] | None = None, cwd: Path | None = None) -> str:
     done = subprocess.run(command, env=env, cwd=cwd, capture_output=True, text=True, timeout=30)
     assert done.returncode == 0, f"{command}: {done.stderr}"
     return done.stdout
 
 
-def processes(needle: str) -> dict[int, list[str]]:
-    """pid -> command line of the living processes whose environment holds `needle`."""
+def processes(**environ: str) -> dict[int, list[str]]:
+    """pid -> command line of the living processes that have these variables in their environment."""
+    needles = {f"{name}={value}".encode() for name, value in environ.items()}
     found = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
-        try:
-            if needle.encode() in (entry / "environ").read_bytes().split(b"\0"):
+        with contextlib.suppress(OSError):  # gone, or a zombie
+            if needles <= set((entry / "environ").read_bytes().split(b"\0")):
                 found[int(entry.name)] = (entry / "cmdline").read_text().split("\0")
-        except OSError:  # gone, or a zombie
-            continue
     return found
+
+
+def parent(pid: int) -> int:
+    """Process id of the parent."""
+    return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
 
 
 class Cluster:
@@ -122,7 +115,6 @@ class Cluster:
         self.env = dict(os.environ, SLURM_CONF=str(folder / "slurm.conf"), PYTHON=sys.executable, HF_HUB_OFFLINE="1")
         self.env["GLOO_SOCKET_IFNAME"] = "lo"  # all nodes are this host
         self._hosts_added = ""
-        self._jobs: list[str] = []
 
     def start(self) -> None:
         hosts = Path("/etc/hosts")
@@ -148,27 +140,25 @@ class Cluster:
             states = run("scontrol", "show", "nodes", "-o", env=self.env)
             return len(re.findall(r" State=IDLE ", states)) == len(self.names)
 
-        wait_for("all nodes idle", idle, 30, lambda: run("scontrol", "show", "nodes", env=self.env))
+        wait_until("all nodes are idle", idle, 30)
 
     def stop(self) -> None:
-        subprocess.run(["scancel", "--signal=KILL", "-u", "root"], env=self.env, timeout=30)
+        """End the daemons and whatever is left of the jobs."""
         for daemon in ["slurmctld", *(f"slurmd.{name}" for name in self.names)]:
-            try:
+            with contextlib.suppress(OSError, ValueError):  # ended by a test
                 os.kill(self.pid_of(daemon), signal.SIGTERM)
-            except (OSError, ValueError):  # stopped by a test
-                pass
-        for job in self._jobs:
-            for pid in processes(f"SLURM_JOB_ID={job}"):
+        for pid in processes(SPMD_SERVE_TEST=str(self.folder)):
+            with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        hosts = Path("/etc/hosts")
-        hosts.write_text(hosts.read_text().replace(self._hosts_added, "")) if self._hosts_added else None
+        if self._hosts_added:
+            hosts = Path("/etc/hosts")
+            hosts.write_text(hosts.read_text().replace(self._hosts_added, ""))
 
     def submit(self, *sbatch_options: str, server: tuple[str, ...] = (), **environ: str) -> Job:
+        """Submit slurm/serve.sbatch from this cluster's folder, with options for sbatch and for the server."""
         script = str(ROOT / "slurm" / "serve.sbatch")
-        # A value that tells this cluster's processes from another's with the same job number.
-        env = {**self.env, **environ, "SPMD_SERVE_TEST": self.folder.name}
+        env = {**self.env, **environ, "SPMD_SERVE_TEST": str(self.folder)}
         out = run("sbatch", "--parsable", *sbatch_options, script, *server, env=env, cwd=self.folder)
-        self._jobs.append(out.strip())
         return Job(self, out.strip())
 
 
@@ -184,24 +174,39 @@ class Job:
         return self.log_file.read_text(errors="replace") if self.log_file.exists() else "(no log yet)"
 
     def field(self, name: str) -> str:
+        """A field of `scontrol show job`, such as JobState."""
         text = run("scontrol", "show", "job", self.number, env=self.cluster.env)
         match = re.search(rf"\b{name}=(\S*)", text)
         assert match, text
         return match[1]
 
-    def wait_state(self, *states: str, seconds: float = 60) -> str:
-        def state() -> str | None:
-            now = self.field("JobState")
-            return now if now in states else None
+    def update(self, **fields: str) -> None:
+        settings = [f"{name}={value}" for name, value in fields.items()]
+        run("scontrol", "update", f"JobId={self.number}", *settings, env=self.cluster.env)
 
-        return wait_for(f"job {self.number} {'/'.join(states)}", state, seconds, lambda: self.log)
+    def cancel(self) -> None:
+        run("scancel", self.number, env=self.cluster.env)
 
-    def processes(self, *, module: str = "spmd_serve") -> dict[int, list[str]]:
-        """pid -> command line of this job's processes that run `python -m MODULE`, ranks by default."""
-        found = processes(f"SLURM_JOB_ID={self.number}")
-        own = processes(f"SPMD_SERVE_TEST={self.cluster.folder.name}")
-        return {
-            pid: words
-            for pid, words in found.items()
-            if pid in own and "-m" in words and words[words.index("-m") + 1] == module
-        }
+    def wait_state(self, *states: str, seconds: float) -> None:
+        self._wait(f"job is {' or '.join(states)}", lambda: self.field("JobState") in states, seconds)
+
+    def wait_ready(self, times: int = 1, seconds: float = 90) -> dict[str, str]:
+        """Until the box has been printed `times` times; returns the last one's lines by their first word."""
+        self._wait("the box is printed", lambda: self.log.count("| log ") >= times, seconds)
+        box = self.log.rpartition("spmd_serve is ready")[2]
+        return dict(re.findall(r"^\| (\w+(?: key)?) +(.*)$", box, re.MULTILINE))
+
+    def _wait(self, what: str, condition: Callable[[], bool], seconds: float) -> None:
+        def holds_or_failed() -> bool:
+            return condition() or self.field("JobState") in ("FAILED", "CANCELLED", "COMPLETED")
+
+        try:
+            wait_until(what, holds_or_failed, seconds, 0.1)
+            assert condition(), f"the job ended before {what}"
+        except AssertionError as error:
+            raise AssertionError(f"{error}\n{self.log}") from None
+
+    def processes(self, module: str = "spmd_serve", **environ: str) -> dict[int, list[str]]:
+        """pid -> command line of this job's processes that run `python -m MODULE`; by default its ranks."""
+        own = processes(SPMD_SERVE_TEST=str(self.cluster.folder), SLURM_JOB_ID=self.number, **environ)
+        return {pid: words for pid, words in own.items() if "-m" in words and words[words.index("-m") + 1] == module}
