@@ -121,7 +121,7 @@ def test_a_lost_node_requeues_the_job(cluster: Cluster, job: Job, text: str) -> 
     job.wait_state("PENDING", seconds=60)
     cluster.start_node("n2")
     cluster.wait_idle()
-    job.update(StartTime="now")  # SLURM would wait for two minutes
+    job.update(StartTime="now+5")  # SLURM would wait for two minutes; the node needs a moment to count as there
     again = job.wait_ready(times=2)
     assert again["URL"] == box["URL"]
     assert again["API key"] == box["API key"]

@@ -1,0 +1,78 @@
+"""launch/serve.sh and launch/multinode.sh with the real server: what they return, and that two hosts find each other."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from support.server import STOP_S, wait_until
+from support.two_hosts import HOSTS, TwoHosts, why_not
+from torchrun_job import READY_S, Stream, free_port
+
+LAUNCH = Path(__file__).resolve().parents[2] / "launch"
+SERVER = ("--num-pages", "256")
+
+
+@contextlib.contextmanager
+def script(log_file: Path, *command: str, **environ: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A launch script in a session of its own; nothing of it is left afterwards."""
+    env = {**os.environ, "PYTHON": sys.executable, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **environ}
+    with log_file.open("wb") as log:
+        process = subprocess.Popen(command, env=env, stdout=log, stderr=log, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()  # torchrun gets SIGTERM then, from the kernel
+        process.wait()
+        print(log_file.read_text())
+
+
+def await_ready(log_file: Path, process: subprocess.Popen[bytes]) -> None:
+    wait_until("ready", lambda: "ready at" in log_file.read_text() or process.poll() is not None, READY_S, 0.1)
+    assert process.poll() is None, log_file.read_text()
+
+
+def test_serve_sh_returns_0_when_torchrun_itself_was_signalled(tmp_path: Path) -> None:
+    log_file, port = tmp_path / "log", free_port()
+    with script(log_file, str(LAUNCH / "serve.sh"), "--port", str(port), *SERVER, NPROC="2") as process:
+        await_ready(log_file, process)
+        stream = Stream(f"http://127.0.0.1:{port}", {"max_tokens": 200}).await_chunks()
+        (torchrun,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        os.kill(int(torchrun), signal.SIGTERM)
+        assert stream.await_end(STOP_S) == "length"
+        assert process.wait(STOP_S) == 0
+    assert "all 2 ranks ended cleanly" in log_file.read_text()
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    if why_not():
+        pytest.skip(why_not())
+    hosts = TwoHosts()
+    try:
+        yield hosts
+    finally:
+        hosts.close()
+
+
+def test_multinode_sh_on_two_hosts_whose_own_names_are_loopback(hosts: TwoHosts, tmp_path: Path) -> None:
+    head, port, http = HOSTS[0], free_port(), free_port()
+    server = ("--host", hosts.address(head), "--port", str(http), "--no-api-key", *SERVER)
+    logs = [tmp_path / host for host in HOSTS]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank, (host, log) in enumerate(zip(HOSTS, logs, strict=True)):
+            place = ("--head", head, "--port", str(port), "--nnodes", "2", "--node-rank", str(rank), "--nproc", "1")
+            command = (*hosts.on(host), str(LAUNCH / "multinode.sh"), *place, "--", *server)
+            processes.append(stack.enter_context(script(log, *command)))
+        await_ready(logs[0], processes[0])
+        stream = Stream(f"http://{hosts.address(head)}:{http}", {"max_tokens": 200}).await_chunks()
+        processes[1].terminate()
+        assert stream.await_end(STOP_S) == "length"
+        assert [process.wait(STOP_S) for process in processes] == [0, 0], "a signal on one host drains both"
