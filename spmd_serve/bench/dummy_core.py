@@ -65,6 +65,7 @@ class DummyCore:
         self._stopping = False
         self._waiting: dict[int, Request] = {}
         self._running: dict[int, _Running] = {}
+        self._ended: list[Finish] = []
         self._thread = threading.Thread(target=self._run, name="dummy-core", daemon=True)
         self.paused = threading.Event()  # while set, no step is made
         self.seen: list[Request] = []  # every request that came
@@ -93,10 +94,10 @@ class DummyCore:
         while not self._stopping:
             if self.paused.is_set() or not self.busy:
                 self._link.wait(0.05)
-            ended = self._take_in()
+            self._take_in()
             if self.paused.is_set():
                 continue
-            output = self._step(ended)
+            output = self._step()
             output.stats = self._stats()
             began = time.thread_time()
             self._link.publish(output)
@@ -104,27 +105,26 @@ class DummyCore:
             due = max(due + self._step_interval, time.monotonic() - self._step_interval)
             time.sleep(max(0.0, due - time.monotonic()))
 
-    def _take_in(self) -> list[Finish]:
+    def _take_in(self) -> None:
         requests, aborts = self._link.drain()
         self.seen += requests
         self._waiting.update({r.uid: r for r in requests})
-        ended = []
         for abort in aborts:
             self.aborted.append((abort.uid, abort.reason))
             if self._waiting.pop(abort.uid, None) or self._running.pop(abort.uid, None):
-                ended.append(Finish(abort.uid, abort.reason))
+                self._ended.append(Finish(abort.uid, abort.reason))
         now = time.monotonic()
         late = [r for r in self._waiting.values() if r.deadline is not None and r.deadline < now]
         late += [r.request for r in self._running.values() if r.request.deadline and r.request.deadline < now]
         for request in late:
             self._waiting.pop(request.uid, None)
             self._running.pop(request.uid, None)
-            ended.append(Finish(request.uid, FinishReason.ERROR, "the request's time is up", "timeout"))
-        return ended
+            self._ended.append(Finish(request.uid, FinishReason.ERROR, "the request's time is up", "timeout"))
 
-    def _step(self, ended: list[Finish]) -> StepOutput:
+    def _step(self) -> StepOutput:
         self.steps += 1
-        output = StepOutput(self.steps, finished=ended)
+        output = StepOutput(self.steps, finished=self._ended)
+        self._ended = []
         while self._waiting and len(self._running) < self._max_running:
             uid = next(iter(self._waiting))
             request = self._waiting.pop(uid)

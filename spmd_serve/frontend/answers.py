@@ -121,8 +121,8 @@ def chosen(generation: Generation) -> list[Choice]:
 
 
 def finish_name(reason: FinishReason | None) -> str | None:
-    """OpenAI's finish_reason."""
-    return None if reason is None else reason.value
+    """OpenAI's finish_reason: stop or length; what ends otherwise ends with an error object instead."""
+    return reason.value if reason in (FinishReason.STOP, FinishReason.LENGTH) else None
 
 
 def whole_answer(generation: Generation, identity: dict[str, Any], tokenizer: TextTokenizer) -> dict[str, Any]:

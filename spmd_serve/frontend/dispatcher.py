@@ -226,7 +226,7 @@ class Dispatcher:
         dirty.append(generation)
 
     def _set_state(self, state: ServiceState, reason: str) -> None:
-        if state < self.state:
+        if state <= self.state:
             return
         self.state = state
         self.reason = (

@@ -20,7 +20,7 @@ from spmd_serve.errors import FrontendError
 from spmd_serve.frontend.http_server import HttpThread, bind
 from spmd_serve.frontend.link import CoreLink, FrontLink, LinkAddress
 from spmd_serve.frontend.metrics import MULTIPROCESS_VARIABLE
-from spmd_serve.types import ModelInfo
+from spmd_serve.types import ModelInfo, ServiceState
 
 START_TIMEOUT = 60.0  # seconds for child processes to load the tokenizer and listen
 
@@ -50,7 +50,11 @@ class Frontend:
         self._context = context
 
     def stop(self, timeout_s: float) -> None:
-        """Let open responses end for at most `timeout_s`, then close the server and the link."""
+        """End what is still open with an error, let responses reach their clients for at most `timeout_s`, close all.
+
+        The step loop has ended, so nothing open can go on; the word comes after all outputs on the same socket.
+        """
+        self.link.set_state(ServiceState.FAILED, "the server has stopped")
         if self._stop_serving(timeout_s):
             self.link.close()
             self._context.term()

@@ -13,6 +13,7 @@ import orjson
 from spmd_serve.frontend.answers import error_body, finish_name, prompt_logprobs, take_logprobs
 from spmd_serve.frontend.generation import Choice, Generation
 from spmd_serve.frontend.tokenizer import TextTokenizer
+from spmd_serve.types import FinishReason
 
 DONE = b"data: [DONE]\n\n"
 
@@ -53,6 +54,8 @@ class EventStream:
     def _take_choice(self, choice: Choice) -> bytes:
         choice.queued = False
         text, choice.text = choice.text, ""
+        if choice.finish is FinishReason.ERROR and not text:
+            return b""  # the error has an event of its own
         if choice.taken and choice.finish is None and self._plain:
             return self._prefixes[choice.index] + orjson.dumps(text) + self._plain_end
         return self._full_event(choice, text)

@@ -6,7 +6,6 @@ import asyncio
 import itertools
 from typing import Any
 
-import httpx
 import openai
 import pytest
 from support.fake_service import EOS, MODEL, FakeService, bundled_tokenizer, fake_info
@@ -19,12 +18,12 @@ COUNT = len(bundled_tokenizer().encode(TEXT))
 
 def complete(service: FakeService, prompt: Any = TEXT, **fields: Any) -> Any:
     """A whole completion; extension fields may be among `fields`."""
-    return _call(service.client().completions.create, {"prompt": prompt, "max_tokens": 500} | fields)
+    return _call(service.client.completions.create, {"prompt": prompt, "max_tokens": 500} | fields)
 
 
 def chat(service: FakeService, content: Any = TEXT, **fields: Any) -> Any:
     messages = fields.pop("messages", [{"role": "user", "content": content}])
-    return _call(service.client().chat.completions.create, {"messages": messages} | fields)
+    return _call(service.client.chat.completions.create, {"messages": messages} | fields)
 
 
 def _call(create: Any, fields: dict[str, Any]) -> Any:
@@ -139,7 +138,7 @@ def test_usage_in_streams(service: FakeService) -> None:
 
 def test_raw_events(service: FakeService) -> None:
     body = {"prompt": TEXT, "stream": True, "max_tokens": 3, "model": MODEL}
-    response = httpx.post(f"{service.url}/v1/completions", json=body)
+    response = service.http.post("/v1/completions", json=body)
     assert response.headers["content-type"] == "text/event-stream; charset=utf-8"
     assert response.headers["cache-control"] == "no-cache"
     events = response.text.split("\n\n")
@@ -328,30 +327,30 @@ def test_chat_forms(service: FakeService) -> None:
 
 
 def test_models(service: FakeService) -> None:
-    (model,) = service.client().models.list().data
+    (model,) = service.client.models.list().data
     assert (model.id, model.object, model.created) == (MODEL, "model", fake_info().created)
-    assert service.client().models.retrieve(MODEL) == model
+    assert service.client.models.retrieve(MODEL) == model
     with pytest.raises(openai.NotFoundError) as caught:
-        service.client().models.retrieve("other/model")
+        service.client.models.retrieve("other/model")
     assert caught.value.body["code"] == "model_not_found"
 
 
 def test_tokenize_round_trip(service: FakeService) -> None:
-    answer = httpx.post(f"{service.url}/tokenize", json={"prompt": TEXT}).json()
+    answer = service.http.post("/tokenize", json={"prompt": TEXT}).json()
     assert answer["count"] == COUNT == len(answer["tokens"])
-    back = httpx.post(f"{service.url}/detokenize", json={"tokens": answer["tokens"]}).json()
+    back = service.http.post("/detokenize", json={"tokens": answer["tokens"]}).json()
     assert back == {"prompt": TEXT}
 
 
 def test_small_endpoints(service: FakeService) -> None:
     for path in ("/health", "/ready"):
-        assert httpx.get(service.url + path).json()["status"] == "ready"
-    assert httpx.get(f"{service.url}/version").json()["version"]
-    metrics = httpx.get(f"{service.url}/metrics")
+        assert service.http.get(path).json()["status"] == "ready"
+    assert service.http.get("/version").json()["version"]
+    metrics = service.http.get("/metrics")
     assert metrics.headers["content-type"].startswith("text/plain")
-    response = httpx.get(f"{service.url}/nothing/here")
+    response = service.http.get("/nothing/here")
     assert response.status_code == 404 and response.json()["error"]["type"] == "invalid_request_error"
-    response = httpx.get(f"{service.url}/v1/completions")
+    response = service.http.get("/v1/completions")
     assert response.status_code == 405 and "allow" in response.headers and "error" in response.json()
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 
 import httpx
@@ -60,18 +60,27 @@ class FakeService:
     def url(self) -> str:
         return self.frontend.url
 
-    def client(self, **options: object) -> openai.OpenAI:
+    @cached_property
+    def http(self) -> httpx.Client:
+        """A plain client (one for all: each makes a TLS context)."""
+        return httpx.Client(base_url=self.url, timeout=20)
+
+    @cached_property
+    def client(self) -> openai.OpenAI:
         """The official client, without retries."""
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20, **options)
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20)
 
     def metric(self, name: str) -> float:
         """One number of /metrics."""
-        for line in httpx.get(f"{self.url}/metrics").text.splitlines():
+        for line in self.http.get("/metrics").text.splitlines():
             if line.startswith(f"{name} "):
                 return float(line.rpartition(" ")[2])
         raise AssertionError(f"there is no metric {name}")
 
     def close(self) -> None:
+        for name in ("client", "http"):
+            if name in self.__dict__:
+                getattr(self, name).close()
         self.core.stop()
         self.frontend.stop(1.0)
 
