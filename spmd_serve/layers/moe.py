@@ -52,7 +52,7 @@ class Experts:
     def _one_by_one(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """Each expert that is asked for multiplies its tokens."""
         out = torch.zeros_like(x)
-        for expert in experts.unique().tolist():
+        for expert in torch.unique(experts).tolist():
             if expert not in self._owned:
                 continue
             local = expert - self._owned.start

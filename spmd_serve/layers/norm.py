@@ -64,7 +64,7 @@ class HeadsNorm:
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """qkv: this rank's projection, [tokens, q | k | v] -> the same with q and k normed. Collective."""
-        q, k, v = qkv.split([*self._sizes, self._sizes[1]], dim=-1)
+        q, k, v = torch.split(qkv, [*self._sizes, self._sizes[1]], dim=-1)
         k_sum = k.float().square().sum(dim=-1) * self._counts_k
         sums = self._comm.all_reduce(torch.stack((q.float().square().sum(dim=-1), k_sum), dim=-1))
         scales = torch.rsqrt(sums / self._totals + self._eps)

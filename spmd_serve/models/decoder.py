@@ -116,12 +116,14 @@ class Attention:
 
         Collective where the model norms over all heads.
         """
+        if self._q_heads == 0:
+            if self.heads_norm is not None:
+                self.heads_norm(x[:, :0])
+            return torch.zeros_like(x)
         k_cache, v_cache = kv
         qkv = self.qkv(x, norm=norm)
         if self.heads_norm is not None:
             qkv = self.heads_norm(qkv)
-        if self._q_heads == 0:
-            return torch.zeros_like(x)
         out = self._attend(qkv, step, k_cache, v_cache)
         return self.o(out.view(x.shape[0], -1), residual=residual)
 

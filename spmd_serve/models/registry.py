@@ -144,7 +144,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     whole = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json", optional=True)
     architecture = _architecture(whole, folder)
-    raw = _complete(whole | whole.get("text_config", {}))
+    raw = _text_config(whole)
     try:
         return _model_config(architecture, raw, generation)
     except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
@@ -178,15 +178,16 @@ def _architecture(whole: Raw, folder: Path) -> str:
     return architecture
 
 
-def _complete(raw: dict[str, Any]) -> dict[str, Any]:
-    """Multimodal checkpoints leave out what equals the default of transformers' class."""
-    if all(key in raw for key in _REQUIRED) or "model_type" not in raw:
+def _text_config(whole: dict[str, Any]) -> dict[str, Any]:
+    """The text model's values. Multimodal files leave out what equals the default of transformers' class."""
+    text = whole.get("text_config", {})
+    raw = whole | text
+    if all(key in raw for key in _REQUIRED) or "model_type" not in text:
         return raw
     from transformers import AutoConfig  # seconds to import, so only for a config that needs it
 
-    defaults: dict[str, Any] = AutoConfig.for_model(raw["model_type"]).to_dict()
-    derived = ("layer_types", "rope_parameters", "no_rope_layers")  # of the default sizes, not of this model's
-    return {key: value for key, value in defaults.items() if key not in derived} | raw
+    defaults: dict[str, Any] = AutoConfig.for_model(**text).to_dict()
+    return defaults | raw
 
 
 def _model_config(architecture: str, raw: Raw, generation: Raw) -> ModelConfig:

@@ -31,7 +31,7 @@ class TensorSource(Protocol):
     has_any: bool  # True: any name and shape that is asked for exists (random weights), so nothing can be missing
 
     def names(self) -> list[str]:
-        """All tensor names, sorted. Names of a text model inside a multimodal checkpoint are those of the text model."""
+        """All tensor names, sorted: Hugging Face's, of the text model alone, experts named as in Qwen3-MoE."""
         ...
 
     def shape(self, name: str) -> tuple[int, ...]:
@@ -84,7 +84,7 @@ class SafetensorsSource:
     has_any = False
 
     def __init__(self, folder: Path) -> None:
-        self._where: dict[str, tuple[Any, str]] = {}  # text-model name -> (open file, name in the file)
+        self._where: dict[str, tuple[Any, str]] = {}  # canonical name -> (open file, name in the file)
         self._shapes: dict[str, tuple[int, ...]] = {}
         for path in _safetensors_files(folder):
             try:
@@ -94,10 +94,10 @@ class SafetensorsSource:
             except (SafetensorError, OSError) as error:
                 raise WeightsError(f"{path} is damaged or no safetensors file ({error}); fetch it again") from error
             for name, shape in zip(names, shapes, strict=True):
-                text_name = _text_model_name(name)
-                if text_name is not None:
-                    self._where[text_name] = (handle, name)
-                    self._shapes[text_name] = shape
+                canonical = _canonical_name(name)
+                if canonical is not None:
+                    self._where[canonical] = (handle, name)
+                    self._shapes[canonical] = shape
 
     def names(self) -> list[str]:
         return sorted(self._where)
@@ -134,13 +134,22 @@ def _safetensors_files(folder: Path) -> list[Path]:
     return [single] if single in files else files
 
 
-def _text_model_name(name: str) -> str | None:
-    """The name inside the text model, or None for a tensor of a vision or audio part."""
-    for prefix, replacement in (("model.language_model.", "model."), ("language_model.", "")):
-        if name.startswith(prefix):
-            return replacement + name.removeprefix(prefix)
-    if name.removeprefix("model.").startswith(("vision_", "visual.", "multi_modal_", "audio_")):
+_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))  # the text model of a multimodal checkpoint
+_NOT_TEXT = ("vision_", "visual.", "multi_modal_", "audio_")
+_MIXTRAL = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
+
+
+def _canonical_name(name: str) -> str | None:
+    """The one name that the decoder uses for a tensor, or None for a tensor of a vision or audio part."""
+    if name.removeprefix("model.").startswith(_NOT_TEXT):
         return None
+    for prefix, replacement in _PREFIXES:
+        if name.startswith(prefix):
+            name = replacement + name.removeprefix(prefix)
+            break
+    if _MIXTRAL[0][0] in name:
+        for theirs, ours in _MIXTRAL:
+            name = name.replace(theirs, ours)
     return name
 
 

