@@ -41,7 +41,7 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
-SchedulerParameters=sched_min_interval=0
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
 GresTypes=gpu
 SlurmdParameters=config_overrides
 ReturnToService=2

@@ -1,0 +1,56 @@
+"""What slurm/serve.sbatch makes of a job's shape, with a stand-in for torchrun."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from slurm_cluster import Cluster, Job
+
+STAND_IN = str(Path(__file__).with_name("stand_in.py"))
+
+
+def started(job: Job) -> list[tuple[str, str, str]]:
+    """(node number, ranks, GPUs) of each torchrun."""
+    return sorted(re.findall(r"^(\d): started .* --nproc-per-node=(\d+) .* on GPUs (\S+)$", job.log, re.MULTILINE))
+
+
+@pytest.mark.parametrize(
+    ("options", "environ", "expected"),
+    [
+        (("--nodes=2", "--gpus-per-node=2"), {}, [("0", "2", "0,1"), ("1", "2", "0,1")]),
+        (("--nodes=2", "--gpus-per-task=1", "--ntasks-per-node=2"), {}, [("0", "2", "0,1"), ("1", "2", "0,1")]),
+        (("--nodes=1", "--gres=gpu:1", "--ntasks=3"), {}, [("0", "1", "0")]),
+        (("--nodes=2", "--cpus-per-task=2"), {"NPROC": "3"}, [("0", "3", "none"), ("1", "3", "none")]),
+    ],
+    ids=["gpus-per-node", "gpus-per-task", "gres", "cpus"],
+)
+def test_one_torchrun_a_node_with_all_of_its_gpus(
+    cluster: Cluster, options: tuple[str, ...], environ: dict[str, str], expected: list[tuple[str, str, str]]
+) -> None:
+    job = cluster.submit(*options, PYTHON=STAND_IN, **environ)
+    box = job.wait_ready()
+    assert started(job) == expected
+    job.cancel()
+    job.wait_state("CANCELLED", seconds=30)
+    assert f"scancel {job.number}" in box["stop"]
+
+
+def test_options_reach_the_server_and_the_box(cluster: Cluster) -> None:
+    job = cluster.submit(
+        "--nodes=1", server=("--model", "/a b", "--port", "23456"), PYTHON=STAND_IN, SPMD_SERVE_API_KEY="k"
+    )
+    box = job.wait_ready()
+    job.cancel()
+    job.wait_state("CANCELLED", seconds=30)
+    assert "--model /a b" in job.log
+    assert box["URL"] == "http://n1:23456/v1"
+    assert "$SPMD_SERVE_API_KEY" in box["try"]
+    assert " k " not in job.log
+
+
+def test_a_server_that_does_not_get_ready_fails_the_job(cluster: Cluster) -> None:
+    job = cluster.submit("--nodes=2", PYTHON=STAND_IN, STAND_IN="deaf", START_TIMEOUT="1")
+    job.wait_state("FAILED", seconds=30)
+    assert "was not ready within 1 s; last: <urlopen error [Errno 111] Connection refused>" in job.log
