@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ class Costs:
         shared_weights: parameters outside of experts that each step reads, the LM head among them.
         expert_weights: parameters of one expert, over all layers that have experts.
         num_experts, experts_per_token: 0 without experts.
-        kv_bytes: (window or None, bytes per token) of each layer.
+        kv_bytes: (window or None, bytes per token of all layers with that window).
         weight_bytes: bytes per parameter.
         attention_flops: operations per pair of query and key, over all layers.
     """
@@ -90,12 +91,13 @@ def costs_of(model: ModelConfig, weight_bytes: int, kv_entry_bytes: int) -> Cost
     experts = model.moe.num_experts if model.moe and moe_layers else 0
     if model.moe:
         shared += moe_layers * model.hidden_size * model.moe.num_experts  # the router
+    windows = Counter(layer.window for layer in model.layers)
     return Costs(
         shared_weights=shared + head_weights(model),
         expert_weights=3 * model.hidden_size * model.moe.intermediate_size * moe_layers if model.moe else 0,
         num_experts=experts,
         experts_per_token=model.moe.experts_per_token if model.moe and experts else 0,
-        kv_bytes=tuple((layer.window, 2 * kv_width * kv_entry_bytes) for layer in model.layers),
+        kv_bytes=tuple((window, count * 2 * kv_width * kv_entry_bytes) for window, count in windows.items()),
         weight_bytes=weight_bytes,
         attention_flops=4 * q_width * len(model.layers),
     )

@@ -19,7 +19,6 @@ from support.reference import Case, Reference
 from support.server import wait_until
 
 CASE = Case("The capital of France is")
-STREAM = Case("Once upon a time", max_tokens=96)
 SERVER = ("--dtype", "float32", "--num-pages", "256")
 GONE_S = 10  # an orphan may live this long
 
@@ -64,6 +63,7 @@ class Stream:
     """One streamed answer, read by a thread of its own."""
 
     box: dict[str, str]
+    tokens: int
     chunks: int = 0
     finish_reason: str | None = None
     error: Exception | None = None
@@ -75,7 +75,8 @@ class Stream:
 
     def _read(self) -> None:
         try:
-            for chunk in create(client(self.box), STREAM, stream=True, extra_body={"ignore_eos": True}):
+            case = Case("Once upon a time", self.tokens)
+            for chunk in create(client(self.box), case, stream=True, extra_body={"ignore_eos": True}):
                 self.chunks += 1
                 self.finish_reason = chunk.choices[0].finish_reason or self.finish_reason
         except openai.OpenAIError as error:
@@ -144,7 +145,7 @@ def test_the_time_limit_drains_and_scancel_too(cluster: Cluster, text: str) -> N
     deadline = time.monotonic() + 60
     streams: list[Stream] = []
     while time.monotonic() < deadline and (not streams or streams[-1].error is None):
-        streams.append(Stream(box))
+        streams.append(Stream(box, 24))
         streams[-1].start().join()
     refused = streams.pop()
     assert isinstance(refused.error, (openai.InternalServerError, openai.APIConnectionError)), "503, or gone already"
@@ -157,7 +158,7 @@ def test_the_time_limit_drains_and_scancel_too(cluster: Cluster, text: str) -> N
     job.update(StartTime="now")
     assert job.wait_ready(times=2)["URL"] == box["URL"], "the log is kept, and the address too"
 
-    stream = Stream(box)
+    stream = Stream(box, 64)
     thread = stream.start()
     wait_until("the stream flows", lambda: stream.chunks > 3, 20)
     assert stream.finish_reason is None
