@@ -1,0 +1,169 @@
+"""Who may ask, how much, and how slowly: API key, CORS, limits, clients that do not read."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import socket
+import time
+from collections.abc import Callable
+
+import httpx
+import openai
+import pytest
+from support.fake_service import MODEL, FakeService
+from support.server import wait_until
+
+from spmd_serve.config import Config, ServerOptions
+from spmd_serve.frontend import body, dispatcher, http_server
+
+Start = Callable[..., FakeService]
+BODY = {"prompt": "hello", "max_tokens": 3}
+
+
+def address(service: FakeService) -> tuple[str, int]:
+    host, port = service.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+# ---- key and origin -----------------------------------------------------------------------------------------------
+
+
+def test_api_key(start: Start) -> None:
+    service = start(Config(server=ServerOptions(api_key="sécret")))
+    for path in ("/health", "/ready"):
+        assert service.http.get(path).status_code == 200
+    for headers in (
+        {},
+        {"authorization": "Bearer wrong"},
+        {"authorization": "Basic x"},
+        {"authorization": "sécret".encode()},
+    ):
+        for method, path in (
+            ("POST", "/v1/completions"),
+            ("GET", "/v1/models"),
+            ("GET", "/metrics"),
+            ("GET", "/nothing"),
+        ):
+            response = service.http.request(method, path, headers=headers, json=BODY)
+            assert response.status_code == 401
+            assert response.json()["error"]["code"] == "invalid_api_key"
+            assert response.headers["www-authenticate"] == "Bearer"
+    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="wrong", max_retries=0) as client:
+        with pytest.raises(openai.AuthenticationError):
+            client.models.list()
+    response = service.http.post("/v1/completions", json=BODY, headers={"authorization": "Bearer sécret".encode()})
+    assert response.status_code == 200
+
+
+def test_cors_is_off_by_default_and_by_origin(service: FakeService, start: Start) -> None:
+    headers = {"origin": "https://a.example", "access-control-request-method": "POST"}
+    response = service.http.options("/v1/completions", headers=headers)
+    assert not any(name.startswith("access-control") for name in response.headers)
+    open_to = start(Config(server=ServerOptions(cors_origin=("https://a.example",), api_key="k")))
+    response = open_to.http.options("/v1/completions", headers=headers)  # a browser's preflight has no key
+    assert response.status_code == 200
+    assert response.headers["access-control-allow-origin"] == "https://a.example"
+    response = open_to.http.options("/v1/completions", headers=headers | {"origin": "https://b.example"})
+    assert "access-control-allow-origin" not in response.headers
+    key = {"origin": "https://a.example", "authorization": "Bearer k"}
+    for stream in (False, True):
+        response = open_to.http.post("/v1/completions", json=BODY | {"stream": stream}, headers=key)
+        assert response.headers["access-control-allow-origin"] == "https://a.example"
+
+
+# ---- bodies and connections ---------------------------------------------------------------------------------------
+
+
+def test_body_size_is_an_option(start: Start) -> None:
+    service = start(Config(server=ServerOptions(max_body_size=2048)))
+    assert service.http.post("/v1/completions", json=BODY).status_code == 200
+    assert service.http.post("/v1/completions", json=BODY | {"user": "x" * 3000}).status_code == 413
+
+
+def test_all_bodies_together_are_bounded(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Slow senders of large bodies: beyond the budget one gets 503, and the budget comes back."""
+    monkeypatch.setattr(body, "BODIES_AT_ONCE", 2)
+    service = start(Config(server=ServerOptions(max_body_size=100_000)))
+    head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 90000\r\n\r\n"
+    with contextlib.ExitStack() as stack:
+        senders = [stack.enter_context(socket.create_connection(address(service), timeout=5)) for _ in range(3)]
+        for sender in senders:
+            sender.sendall(head + b" " * 80_000)
+        deadline = time.monotonic() + 5
+        answers: list[bytes] = []
+        while not answers and time.monotonic() < deadline:
+            for sender in senders:
+                sender.settimeout(0.05)
+                with contextlib.suppress(TimeoutError):
+                    answers.append(sender.recv(65536))
+        assert answers[0].startswith(b"HTTP/1.1 503")
+    wait_until("bodies are gone", lambda: service.http.post("/v1/completions", json=BODY).status_code == 200, 3)
+
+
+def test_a_body_that_never_comes(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(body, "READ_TIMEOUT", 0.2)
+    service = start()
+    with socket.create_connection(address(service), timeout=5) as sender:
+        sender.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        assert sender.recv(65536).startswith(b"HTTP/1.1 408")
+
+
+def test_connections_are_bounded(start: Start) -> None:
+    service = start(Config(server=ServerOptions(max_connections=5)))
+    with contextlib.ExitStack() as stack:
+        for _ in range(5):
+            stack.enter_context(socket.create_connection(address(service), timeout=5))
+        with socket.create_connection(address(service), timeout=5) as sixth:
+            answer = sixth.recv(65536)
+            assert answer.startswith(b"HTTP/1.1 503") and b"--max-connections" in answer
+            assert sixth.recv(1) == b""
+    wait_until("there is room again", lambda: httpx.get(f"{service.url}/health").status_code == 200, 3)
+
+
+def test_silent_connections_are_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "FIRST_REQUEST_TIMEOUT", 0.2)
+    service = start()
+    with socket.create_connection(address(service), timeout=5) as silent, contextlib.suppress(ConnectionResetError):
+        silent.sendall(b"POST /v1/comp")
+        assert silent.recv(1) == b""
+
+
+# ---- clients that do not read -------------------------------------------------------------------------------------
+
+
+def test_a_client_that_does_not_read_is_cut_off(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its stream is held as text, not as events, while it stalls; then its work is aborted. Others are not disturbed."""
+    monkeypatch.setattr(dispatcher, "STALL_LIMIT", 0.5)
+    monkeypatch.setattr(dispatcher, "SWEEP_INTERVAL", 0.1)
+    service = start(script=lambda request: itertools.cycle(range(300, 1300)))
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(address(service))
+        fields = b'{"prompt": "x", "max_tokens": 8000, "n": 64, "stream": true}'
+        slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(fields) + fields)
+        wait_until("it runs", lambda: service.core.busy == 64, 5)
+        answer = service.client.completions.create(model=MODEL, prompt="x", max_tokens=20)
+        assert answer.usage is not None and answer.usage.completion_tokens == 20
+        wait_until("it is cut off", lambda: service.core.busy == 0, 20)
+    aborted = service.metric('spmd_serve_requests_total{outcome="abort"}')
+    ended = service.metric('spmd_serve_requests_total{outcome="length"}')
+    assert aborted + ended == 65
+    assert aborted > 0
+
+
+def test_a_slow_reader_gets_everything_in_few_pieces(start: Start) -> None:
+    """What piles up while it does not read comes as one event for each choice, not one for each token."""
+    service = start(script=lambda request: itertools.cycle(range(300, 1300)))
+    fields = {"prompt": "x", "max_tokens": 8000, "stream": True, "n": 8, "stream_options": {"include_usage": True}}
+    with socket.socket() as slow:
+        slow.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        slow.connect(address(service))
+        data = httpx.Request("POST", "http://x", json=fields).content
+        slow.sendall(b"POST /v1/completions HTTP/1.0\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(data) + data)
+        wait_until("the engine has done its part", lambda: service.core.tokens == 64_000, 30)
+        received = b""
+        while piece := slow.recv(1 << 20):
+            received += piece
+    assert b'"completion_tokens":64000' in received
+    assert received.count(b"data: ") < 40_000
