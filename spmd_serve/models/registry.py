@@ -181,7 +181,7 @@ def _architecture(whole: Raw, folder: Path) -> str:
 def _text_config(whole: dict[str, Any]) -> dict[str, Any]:
     """The text model's values. Multimodal files leave out what equals the default of transformers' class."""
     text = whole.get("text_config", {})
-    raw = whole | text
+    raw: dict[str, Any] = whole | text
     if all(key in raw for key in _REQUIRED) or "model_type" not in text:
         return raw
     from transformers import AutoConfig  # seconds to import, so only for a config that needs it
