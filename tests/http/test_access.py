@@ -49,9 +49,9 @@ def test_api_key(start: Start) -> None:
             assert response.status_code == 401
             assert response.json()["error"]["code"] == "invalid_api_key"
             assert response.headers["www-authenticate"] == "Bearer"
-    with openai.OpenAI(base_url=f"{service.url}/v1", api_key="wrong", max_retries=0) as client:
-        with pytest.raises(openai.AuthenticationError):
-            client.models.list()
+    client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="wrong", max_retries=0)
+    with client, pytest.raises(openai.AuthenticationError):
+        client.models.list()
     response = service.http.post("/v1/completions", json=BODY, headers={"authorization": "Bearer sécret".encode()})
     assert response.status_code == 200
 
