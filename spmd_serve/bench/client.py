@@ -74,9 +74,9 @@ class _Client:
         while data := await reader.read(2**18):
             now = time.perf_counter()
             events = data.count(b"data: ")
+            tail = (tail + data)[-4096:]
             if not events:
                 continue
-            tail = (tail + data)[-4096:]
             timings.events += events
             if first:
                 timings.first.append(now - began)
@@ -85,6 +85,7 @@ class _Client:
                 timings.between.append(now - last)
             last = now
         writer.close()
+        await writer.wait_closed()
         timings.ended.append(last - began)
         usage = tail.rfind(b'"usage":{')
         if usage < 0 or b"data: [DONE]" not in tail:

@@ -118,8 +118,9 @@ def run_clients(
         process.stdin.close()
     total = Timings()
     for process, reader, index in zip(processes, readers, range(clients), strict=True):
-        process.wait()
         reader.join()
+        with process:  # waits, and closes its pipes
+            pass
         result = results[index]
         if result is None:
             raise RuntimeError(f"client process {index} ended with code {process.returncode}; see its error above")

@@ -1,0 +1,139 @@
+"""Events: the fast ones are the same JSON as the full ones; metrics count many alike as one by one."""
+
+from __future__ import annotations
+
+from array import array
+from dataclasses import replace
+from typing import Any
+
+import orjson
+import pytest
+from support.fake_service import MODEL, bundled_tokenizer
+
+from spmd_serve.frontend.generation import Choice, Generation
+from spmd_serve.frontend.metrics import Metrics
+from spmd_serve.frontend.plan import Plan, Prompt
+from spmd_serve.frontend.streaming import DONE, EventStream
+from spmd_serve.types import FinishReason, SamplingParams, StepStats
+
+IDENTITY = {"id": "x-1", "object": "o", "created": 1, "model": MODEL, "system_fingerprint": "fp"}
+
+
+class NoConnection:
+    writable = False
+
+    def write_chunk(self, data: bytes) -> None: ...
+
+    def abort(self) -> None: ...
+
+
+def make(chat: bool = False, n: int = 1, **fields: Any) -> tuple[Generation, EventStream]:
+    plan = Plan(
+        chat=chat,
+        model=MODEL,
+        prompts=[Prompt(array("i", [1]), "", 10)],
+        params=SamplingParams(10),
+        n=n,
+        best_of=n,
+        stream=True,
+        include_usage=False,
+        continuous_usage=False,
+        echo=False,
+        logprobs=None,
+        prompt_logprobs=None,
+        stops=None,
+        include_stop=False,
+        skip_special=True,
+        timeout=None,
+        priority=0,
+        cache_salt="",
+    )
+    generation = Generation(replace(plan, **fields), NoConnection())
+    for index in range(n):
+        stream = bundled_tokenizer().stream()
+        generation.choices.append(Choice(generation, index, index, plan.prompts[0], stream, None))
+    generation.open = n
+    return generation, EventStream(generation, IDENTITY, bundled_tokenizer())
+
+
+def give(generation: Generation, index: int, text: str, finish: FinishReason | None = None) -> None:
+    choice = generation.choices[index]
+    choice.text += text
+    choice.finish = finish
+    choice.queued = True
+    generation.ready.append(choice)
+
+
+def events(data: bytes) -> list[dict[str, Any]]:
+    assert data.endswith(b"\n\n")
+    parts = data.split(b"\n\n")[:-1]
+    assert all(part.startswith(b"data: ") for part in parts)
+    return [orjson.loads(part[6:]) for part in parts]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+@pytest.mark.parametrize("usage", [False, True])
+def test_fast_events_are_full_events(chat: bool, usage: bool) -> None:
+    generation, stream = make(chat, include_usage=usage)
+    give(generation, 0, "first")
+    stream.take()
+    text = 'quote " backslash \\ line\nbreak \u2028 😀 </script>'
+    give(generation, 0, text)
+    fast = stream.take()
+    give(generation, 0, text)
+    full = stream._full_event(generation.choices[0], text)
+    assert events(fast) == events(full)
+    (event,) = events(fast)
+    assert {k: v for k, v in event.items() if k in IDENTITY} == IDENTITY
+    (choice,) = event["choices"]
+    assert (choice["delta"]["content"] if chat else choice["text"]) == text
+    assert choice["finish_reason"] is None and choice["logprobs"] is None
+    assert ("usage" in event) == usage
+
+
+def test_pieces_that_pile_up_are_one_event_for_each_choice() -> None:
+    generation, stream = make(n=2)
+    give(generation, 1, "b")
+    give(generation, 0, "a")
+    generation.choices[0].text += "aa"  # more tokens came before the response took them
+    assert [(e["choices"][0]["index"], e["choices"][0]["text"]) for e in events(stream.take())] == [
+        (1, "b"),
+        (0, "aaa"),
+    ]
+    assert stream.take() == b""
+    give(generation, 0, "", FinishReason.LENGTH)
+    (event,) = events(stream.take())
+    assert event["choices"][0]["finish_reason"] == "length"
+    assert stream.end() == DONE
+
+
+def test_stats_and_intervals() -> None:
+    metrics = Metrics()
+    metrics.intervals[10.0] = 3
+    metrics.intervals[9.0] = 1
+    metrics.flush_intervals(10.004)
+    assert not metrics.intervals
+    text = metrics.render().decode()
+    assert 'spmd_serve_inter_token_seconds_bucket{le="0.005"} 3.0' in text
+    assert 'spmd_serve_inter_token_seconds_bucket{le="2.5"} 4.0' in text
+    assert "spmd_serve_inter_token_seconds_count 4.0" in text
+    total = next(line for line in text.splitlines() if line.startswith("spmd_serve_inter_token_seconds_sum"))
+    assert float(total.split()[1]) == pytest.approx(3 * 0.004 + 1.004)
+    metrics.set_stats(StepStats(7, 2, 3, 4, 100, 50, 30, 11, 5, 9, 0.5, 0.25))
+    text = metrics.render().decode()
+    for line in (
+        "spmd_serve_requests_running 2.0",
+        "spmd_serve_requests_waiting 3.0",
+        "spmd_serve_preemptions_total 4.0",
+        "spmd_serve_kv_usage_ratio 0.2",
+        'spmd_serve_kv_pages{state="cached"} 30.0',
+        "spmd_serve_prompt_tokens_total 11.0",
+        "spmd_serve_prompt_tokens_cached_total 5.0",
+        "spmd_serve_generation_tokens_total 9.0",
+        "spmd_serve_step_seconds_sum 0.5",
+        'spmd_serve_exchange_seconds_sum{rank="0"} 0.25',
+    ):
+        assert line in text.splitlines(), line
+    others = Metrics(first=False)
+    others.set_stats(StepStats(7, 2, 3, 4, 100, 50, 30, 11, 5, 9, 0.5, 0.25))
+    assert "spmd_serve_step_seconds_count 0.0" in others.render().decode()  # one frontend counts the steps
