@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import importlib.metadata
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -12,6 +11,7 @@ from typing import Any, TypeVar
 
 from fastapi import APIRouter, Request, Response
 
+import spmd_serve
 from spmd_serve.errors import RequestError
 from spmd_serve.frontend.body import BodyReader
 from spmd_serve.frontend.dispatcher import Dispatcher
@@ -24,7 +24,7 @@ from spmd_serve.types import ModelInfo, ServiceState
 
 T = TypeVar("T")
 
-VERSION = importlib.metadata.version("spmd_serve")
+VERSION = spmd_serve.__version__
 
 
 @dataclass(frozen=True)
