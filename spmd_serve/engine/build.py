@@ -17,6 +17,7 @@ from spmd_serve.engine.kv_cache import KVCache
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
 from spmd_serve.errors import ConfigError
 from spmd_serve.models.decoder import Decoder, DecoderContext
+from spmd_serve.models.fp8 import fp8_format
 from spmd_serve.models.model_config import ModelConfig
 from spmd_serve.models.weights import load_weights, open_source
 
@@ -109,7 +110,8 @@ def build_runner(
     if device.type == "cuda" and comm.world_size > 1 and comm.one_host:
         comm.use_symmetric_memory(dtype, device)
     attention = make_backend(config.engine.attention, device)
-    context = DecoderContext(model, partition, comm, attention, dtype, device)
+    fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
+    context = DecoderContext(model, partition, comm, attention, dtype, device, fp8)
     with torch.inference_mode():
         decoder = Decoder(context, options.max_model_len)
         source = open_source(folder, model, options.load_format, device)

@@ -10,17 +10,29 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spmd_serve.kernels.fp8 import Fp8Format, Fp8Weight, fp8_linear
 from spmd_serve.kernels.linear import Norm, linear
 from spmd_serve.layers.norm import RMSNorm
 
 
 class Linear:
-    """y = x @ weight.T (+ bias). weight: [out, in] of this rank's shard."""
+    """y = x @ weight.T (+ bias). weight: [out, in] of this rank's shard, in the compute type or in FP8."""
 
     def __init__(
-        self, in_features: int, out_features: int, *, dtype: torch.dtype, device: torch.device, bias: bool = False
+        self,
+        in_features: int,
+        out_features: int,
+        *,
+        dtype: torch.dtype,
+        device: torch.device,
+        bias: bool = False,
+        fp8: Fp8Format | None = None,
     ) -> None:
-        self.weight = torch.zeros(out_features, in_features, dtype=dtype, device=device)
+        self.weight: Tensor | Fp8Weight
+        if fp8 is None:
+            self.weight = torch.zeros(out_features, in_features, dtype=dtype, device=device)
+        else:
+            self.weight = Fp8Weight.empty(out_features, in_features, fp8, device)
         self.bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
 
     def __call__(
@@ -37,4 +49,6 @@ class Linear:
         returned. One kernel where that pays, several elsewhere.
         """
         before = None if norm is None else Norm(norm.scale, norm.eps)
+        if isinstance(self.weight, Fp8Weight):
+            return fp8_linear(x, self.weight, bias=self.bias, norm=before, activation=activation, residual=residual)
         return linear(x, self.weight, bias=self.bias, norm=before, activation=activation, residual=residual)

@@ -16,6 +16,7 @@ from spmd_serve.attention.base import AttentionBackend, AttentionSpec
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import Partition
 from spmd_serve.kernels.decode_attention import Rotation
+from spmd_serve.kernels.fp8 import Fp8Format
 from spmd_serve.kernels.rope_cache import rope_and_cache
 from spmd_serve.layers.embedding import Embedding
 from spmd_serve.layers.linear import Linear
@@ -39,9 +40,14 @@ class DecoderContext:
     attention: AttentionBackend
     dtype: torch.dtype
     device: torch.device
+    fp8: Fp8Format | None = None  # of the layers' linear weights
 
     def linear(self, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
-        return Linear(in_features, out_features, dtype=self.dtype, device=self.device, bias=bias)
+        return Linear(in_features, out_features, dtype=self.dtype, device=self.device, bias=bias, fp8=self.fp8)
+
+    def plain_linear(self, in_features: int, out_features: int) -> Linear:
+        """Never quantised: the LM head and routers, whose errors cost most."""
+        return Linear(in_features, out_features, dtype=self.dtype, device=self.device)
 
     def norm(self, size: int) -> RMSNorm:
         model = self.model
@@ -261,7 +267,7 @@ class MoE:
         self._moe = ctx.model.moe
         self._prefix = prefix
         hidden, width = ctx.model.hidden_size, self._moe.intermediate_size
-        self.router = ctx.linear(hidden, self._moe.num_experts)  # whole on every rank
+        self.router = ctx.plain_linear(hidden, self._moe.num_experts)  # whole on every rank
         activation, owned = ctx.model.activation, ctx.partition.experts
         self.experts = Experts(owned, hidden, width, activation=activation, dtype=ctx.dtype, device=ctx.device)
 
@@ -276,7 +282,7 @@ class MoE:
     def pieces(self) -> Iterator[WeightPiece]:
         """Experts of other ranks have empty targets: nothing is read of them, but they must be in the checkpoint."""
         hidden, width, owned = self._ctx.model.hidden_size, self._moe.intermediate_size, self._ctx.partition.experts
-        yield WeightPiece(self.router.weight, f"{self._prefix}.gate.weight", (), tuple(self.router.weight.shape))
+        yield WeightPiece(self.router.weight, f"{self._prefix}.gate.weight", (), (self._moe.num_experts, hidden))
         nothing = self.experts.down.new_empty(0)
         for expert in range(self._moe.num_experts):
             gate = up = down = nothing
@@ -359,7 +365,7 @@ class Decoder:
         self._embed_scale = float(torch.tensor(model.embed_scale, dtype=ctx.dtype))
         self.layers = [DecoderLayer(ctx, i, self._rope_tables) for i in range(model.num_layers)]
         self.norm = ctx.norm(model.hidden_size)
-        self.lm_head = ctx.linear(model.hidden_size, len(part.vocab))
+        self.lm_head = ctx.plain_linear(model.hidden_size, len(part.vocab))
         if model.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
 

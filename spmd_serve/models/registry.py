@@ -14,6 +14,7 @@ from typing import Any
 
 from spmd_serve.errors import ModelError, UnsupportedModelError
 from spmd_serve.layers.rotary import RopeConfig
+from spmd_serve.models.fp8 import fp8_checkpoint
 from spmd_serve.models.model_config import LayerSpec, ModelConfig, MoEConfig
 
 Raw = Mapping[str, Any]  # a parsed config.json (its text_config, if it has one)
@@ -199,6 +200,8 @@ def _model_config(architecture: str, raw: Raw, generation: Raw) -> ModelConfig:
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
     if raw.get("use_bidirectional_attention"):
         raise UnsupportedModelError("attention in both directions (an embedding model) is not supported")
+    quantization = raw.get("quantization_config") or raw.get("compression_config")
+    fp8_checkpoint(quantization)  # refuses what is not known
     ropes = _ropes(raw, head_dim)
     layers = _layers(raw, ropes, family.pop("window", None), family.pop("moe_layer", None))
     fields: dict[str, Any] = {
@@ -218,7 +221,7 @@ def _model_config(architecture: str, raw: Raw, generation: Raw) -> ModelConfig:
         "eos_token_ids": _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
         "bos_token_id": next(iter(_token_ids(generation.get("bos_token_id"), raw.get("bos_token_id"))), None),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch."),
-        "quantization": raw.get("quantization_config") or raw.get("compression_config"),
+        "quantization": quantization,
         "generation_defaults": {k: generation[k] for k in _SAMPLING_DEFAULTS if generation.get(k) is not None},
     }
     return ModelConfig(**(fields | _activation(raw, family) | family))

@@ -1,4 +1,4 @@
-"""Reading a checkpoint: each rank reads only the slices that it owns, straight from the safetensors files.
+"""Loading a checkpoint: each rank reads only the slices that it owns.
 
 The decoder describes what it wants as `WeightPiece`s (a view of a parameter, and the slice of a checkpoint tensor that
 fills it); `load_weights` checks all of them against the checkpoint before it reads the first byte.
@@ -6,53 +6,32 @@ fills it); `load_weights` checks all of them against the checkpoint before it re
 
 from __future__ import annotations
 
-import json
 import time
-import zlib
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from spmd_serve.errors import WeightsError
+from spmd_serve.kernels.fp8 import Fp8Weight
+from spmd_serve.models.fp8 import Fp8Source, fp8_checkpoint
 from spmd_serve.models.model_config import ModelConfig
 from spmd_serve.models.progress import byte_progress
-
-Index = tuple[slice, ...]
-
-
-class TensorSource(Protocol):
-    """Named tensors of which slices can be read."""
-
-    has_any: bool  # True: any name and shape that is asked for exists (random weights), so nothing can be missing
-
-    def names(self) -> list[str]:
-        """All tensor names, sorted: Hugging Face's, of the text model alone, experts named as in Qwen3-MoE."""
-        ...
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape of the whole tensor."""
-        ...
-
-    def read(self, name: str, index: Index) -> Tensor:
-        """The slice `index` (one slice per dimension, with concrete start and stop), in the checkpoint's dtype."""
-        ...
+from spmd_serve.models.sources import DummySource, Index, SafetensorsSource, TensorSource, listing
 
 
 @dataclass(frozen=True)
 class WeightPiece:
-    """`target` (a view into a parameter) is to be filled with `source[index]`.
+    """`target` (a view into a parameter) is to be filled with `source[index]`; an FP8 target quantises what is not FP8.
 
     Attributes:
         index: one slice per dimension of the source; missing dimensions are taken whole.
         full_shape: the shape that the whole source tensor must have.
     """
 
-    target: Tensor
+    target: Tensor | Fp8Weight
     source: str
     index: Index
     full_shape: tuple[int, ...]
@@ -71,128 +50,6 @@ class LoadReport:
         return f"{self.tensors} tensors, {self.bytes_read / 1e6:.1f} MB in {self.seconds:.2f} s ({rate / 1e9:.2f} GB/s)"
 
 
-# ---- sources ------------------------------------------------------------------------------------------------------
-
-
-class SafetensorsSource:
-    """The *.safetensors files of a folder: a single one, or shards with an index.
-
-    Raises:
-        WeightsError: no such files, shards missing, or a file that is damaged.
-    """
-
-    has_any = False
-
-    def __init__(self, folder: Path) -> None:
-        self._where: dict[str, tuple[Any, str]] = {}  # canonical name -> (open file, name in the file)
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        for path in _safetensors_files(folder):
-            try:
-                handle: Any = safe_open(path, framework="pt")
-                names = list(handle.keys())
-                shapes = [tuple(handle.get_slice(name).get_shape()) for name in names]
-            except (SafetensorError, OSError) as error:
-                raise WeightsError(f"{path} is damaged or no safetensors file ({error}); fetch it again") from error
-            for name, shape in zip(names, shapes, strict=True):
-                canonical = _canonical_name(name)
-                if canonical is not None:
-                    self._where[canonical] = (handle, name)
-                    self._shapes[canonical] = shape
-
-    def names(self) -> list[str]:
-        return sorted(self._where)
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._shapes[name]
-
-    def read(self, name: str, index: Index) -> Tensor:
-        handle, file_name = self._where[name]
-        try:
-            tensor: Tensor = handle.get_slice(file_name)[index if index else ...]
-        except (SafetensorError, OSError) as error:
-            raise WeightsError(f"tensor {name} cannot be read ({error}); fetch the checkpoint again") from error
-        return tensor
-
-
-def _safetensors_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
-    if index.exists():
-        try:
-            files = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
-        except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise WeightsError(f"{index} is damaged ({type(error).__name__}: {error}); fetch it again") from error
-        missing = [path.name for path in files if not path.exists()]
-        if missing:
-            raise WeightsError(f"{folder} lacks {len(missing)} of {len(files)} weight files: {_listing(missing)}")
-        return files
-    files = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated")]
-    if not files:
-        other = any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth"))
-        hint = " (only PyTorch pickles, which are not read: convert them to safetensors)" if other else ""
-        raise WeightsError(f"{folder} has no *.safetensors weights{hint}; --load-format dummy needs none")
-    single = folder / "model.safetensors"
-    return [single] if single in files else files
-
-
-_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))  # the text model of a multimodal checkpoint
-_NOT_TEXT = ("vision_", "visual.", "multi_modal_", "audio_")
-_MIXTRAL = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
-
-
-def _canonical_name(name: str) -> str | None:
-    """The one name that the decoder uses for a tensor, or None for a tensor of a vision or audio part."""
-    if name.removeprefix("model.").startswith(_NOT_TEXT):
-        return None
-    for prefix, replacement in _PREFIXES:
-        if name.startswith(prefix):
-            name = replacement + name.removeprefix(prefix)
-            break
-    if _MIXTRAL[0][0] in name:
-        for theirs, ours in _MIXTRAL:
-            name = name.replace(theirs, ours)
-    return name
-
-
-class DummySource:
-    """Random weights for a model that is known by its config alone.
-
-    Every element is a pure function of (name, position), so slices equal slices of the whole at any rank count.
-    A matrix's row is a window of one table of normal numbers (std 0.02, as Hugging Face initialises), which makes
-    billions of values a matter of copying; norms are 1, biases 0.
-    """
-
-    has_any = True
-    _PERIOD = 1 << 22
-
-    def __init__(self, norm_offset: float, device: torch.device | str = "cpu") -> None:
-        self._norm = 1.0 - norm_offset
-        self._device = torch.device(device)
-        generator = torch.Generator().manual_seed(0)
-        # A row may be up to one period wide, so the table is two periods long.
-        table = torch.randn(self._PERIOD, generator=generator).mul_(0.02)
-        self._table = torch.cat([table, table]).to(self._device)
-
-    def names(self) -> list[str]:
-        return []
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        raise KeyError(name)
-
-    def read(self, name: str, index: Index) -> Tensor:
-        sizes = [i.stop - i.start for i in index]
-        if len(index) < 2:
-            value = self._norm if "norm" in name else 0.0
-            return torch.full(sizes, value, device=self._device)
-        *leading, columns = index
-        rows = torch.zeros(1, dtype=torch.int64, device=self._device)
-        for i in leading:
-            # Mixed radix with a fixed base: the position must not depend on which slice is asked for.
-            rows = (rows[:, None] * 1_000_003 + torch.arange(i.start, i.stop, device=self._device)).reshape(-1)
-        starts = (rows * 2_654_435_761 + zlib.crc32(name.encode()) + columns.start) % self._PERIOD
-        windows = self._table.as_strided((self._PERIOD, sizes[-1]), (1, 1))
-        return windows[starts].reshape(sizes)
-
-
 def open_source(folder: Path, model: ModelConfig, load_format: str, device: torch.device | str = "cpu") -> TensorSource:
     """The weights of the model in `folder`. `device` is where random weights (load_format "dummy") are made.
 
@@ -201,10 +58,9 @@ def open_source(folder: Path, model: ModelConfig, load_format: str, device: torc
     """
     if load_format == "dummy":
         return DummySource(model.norm_offset, device)
-    return SafetensorsSource(folder)
-
-
-# ---- loading ------------------------------------------------------------------------------------------------------
+    source = SafetensorsSource(folder)
+    checkpoint = fp8_checkpoint(model.quantization)
+    return source if checkpoint is None else Fp8Source(source, checkpoint)
 
 
 def load_weights(
@@ -226,18 +82,29 @@ def load_weights(
     wanted = list(pieces)
     _check(wanted, source, ignore)
     started = time.perf_counter()
-    bytes_read = 0
+    read_before = source.bytes_read
     total = sum(p.target.nbytes for p in wanted)
     with byte_progress("loading weights", total, show=progress) as advance, torch.no_grad():
         for piece in wanted:
-            if piece.target.numel() == 0:
-                continue  # a rank may own nothing of a tensor
-            tensor = source.read(piece.source, _concrete(piece))
-            assert tensor.shape == piece.target.shape, (piece.source, tensor.shape, piece.target.shape)
-            piece.target.copy_(tensor)
-            bytes_read += tensor.nbytes
-            advance(piece.target.nbytes)
-    return LoadReport(len(wanted), bytes_read, time.perf_counter() - started)
+            if piece.target.nbytes:  # a rank may own nothing of a tensor
+                _fill(piece, source)
+                advance(piece.target.nbytes)
+    return LoadReport(len(wanted), source.bytes_read - read_before, time.perf_counter() - started)
+
+
+def _fill(piece: WeightPiece, source: TensorSource) -> None:
+    index, target = _concrete(piece), piece.target
+    if isinstance(target, Fp8Weight):
+        stored = source.read_fp8(piece.source, index, target.block)
+        if stored is None:
+            target.quantize_(source.read(piece.source, index))
+        else:
+            target.values.copy_(stored[0])
+            target.scales.copy_(stored[1])
+        return
+    tensor = source.read(piece.source, index)
+    assert tensor.shape == target.shape, (piece.source, tensor.shape, target.shape)
+    target.copy_(tensor)
 
 
 def _concrete(piece: WeightPiece) -> Index:
@@ -260,11 +127,6 @@ def _check(pieces: Sequence[WeightPiece], source: TensorSource, ignore: Callable
         if name in present and source.shape(name) != shape
     ]
     problems = {"missing": missing, "unexpected": extra, "wrong shape": shapes}
-    text = "; ".join(f"{len(found)} {kind}: {_listing(found)}" for kind, found in problems.items() if found)
+    text = "; ".join(f"{len(found)} {kind}: {listing(found)}" for kind, found in problems.items() if found)
     if text:
         raise WeightsError(f"the checkpoint does not fit its config.json ({text})")
-
-
-def _listing(names: Sequence[str], limit: int = 20) -> str:
-    more = f" and {len(names) - limit} more" if len(names) > limit else ""
-    return ", ".join(names[:limit]) + more

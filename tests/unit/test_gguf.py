@@ -18,7 +18,7 @@ from spmd_serve.errors import ModelError, UnsupportedModelError, WeightsError
 from spmd_serve.models import gguf as conversion
 from spmd_serve.models.gguf_tokenizer import build_tokenizer
 from spmd_serve.models.registry import load_model_config
-from spmd_serve.models.weights import SafetensorsSource
+from spmd_serve.models.sources import SafetensorsSource
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 256, 4, 2, 64, 512, 2
 SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]

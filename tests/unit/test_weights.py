@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 from spmd_serve.errors import WeightsError
-from spmd_serve.models.weights import DummySource, SafetensorsSource, WeightPiece, load_weights
+from spmd_serve.models.sources import DummySource, SafetensorsSource
+from spmd_serve.models.weights import WeightPiece, load_weights
 
 A = torch.arange(24, dtype=torch.float32).reshape(6, 4)
 B = torch.arange(5, dtype=torch.bfloat16)

@@ -1,0 +1,98 @@
+"""FP8 (e4m3) weights with float32 scales: quantising, and the linear layer over them.
+
+A scale belongs to a row (output channel) of the weight, or to `block` consecutive columns of a row. Checkpoints with
+128 x 128 blocks or one scale a tensor are cases of that with equal scales.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from spmd_serve.kernels.linear import Norm, linear_torch
+
+FP8 = torch.float8_e4m3fn
+FP8_MAX = 448.0
+
+
+@dataclass(frozen=True)
+class Fp8Format:
+    """block: columns of a row that share a scale; None: the whole row (output channel)."""
+
+    block: int | None = None
+
+
+@dataclass(frozen=True)
+class Fp8Weight:
+    """weight[i, j] = values[i, j] * scales[i, j // block].
+
+    Attributes:
+        values: float8_e4m3fn [out, in], contiguous.
+        scales: float32 [out, blocks].
+        block: columns that share a scale; None: all of a row, blocks = 1.
+    """
+
+    values: Tensor
+    scales: Tensor
+    block: int | None = None
+
+    @classmethod
+    def empty(cls, out_features: int, in_features: int, kind: Fp8Format, device: torch.device) -> Fp8Weight:
+        """All zero, to be filled."""
+        block = kind.block
+        blocks = 1 if block is None else -(-in_features // block)
+        values = torch.zeros(out_features, in_features, dtype=FP8, device=device)
+        return cls(values, torch.zeros(out_features, blocks, device=device), block)
+
+    def __getitem__(self, rows: slice) -> Fp8Weight:
+        """A view of some rows."""
+        return Fp8Weight(self.values[rows], self.scales[rows], self.block)
+
+    @property
+    def nbytes(self) -> int:
+        return self.values.nbytes and self.values.nbytes + self.scales.nbytes
+
+    def quantize_(self, weight: Tensor) -> None:
+        """Fill with the nearest values. weight: [out, in], any float type, on any device."""
+        weight = weight.to(device=self.values.device, dtype=torch.float32)
+        out_features, in_features = weight.shape
+        blocks, block = self.scales.shape[1], self.block or max(in_features, 1)
+        padded = torch.nn.functional.pad(weight, (0, blocks * block - in_features)).view(out_features, blocks, block)
+        scales = padded.abs().amax(dim=-1).clamp_(min=1e-12) / FP8_MAX
+        scaled = (padded / scales[..., None]).view(out_features, -1)[:, :in_features]
+        self.values.copy_(scaled.clamp_(-FP8_MAX, FP8_MAX))
+        self.scales.copy_(scales)
+
+    def dequantize(self, dtype: torch.dtype) -> Tensor:
+        """[out, in]; the product is rounded once, from float32."""
+        scales = self.scales
+        if self.block is not None:
+            scales = scales.repeat_interleave(self.block, dim=1)[:, : self.values.shape[1]]
+        return (self.values.float() * scales).to(dtype)
+
+
+def fp8_linear(
+    x: Tensor,
+    weight: Fp8Weight,
+    *,
+    bias: Tensor | None = None,
+    norm: Norm | None = None,
+    activation: str | None = None,
+    residual: Tensor | None = None,
+) -> Tensor:
+    """`kernels.linear.linear` over an FP8 weight. x, bias and residual are in the compute type."""
+    return fp8_linear_torch(x, weight, bias, norm, activation, residual)
+
+
+def fp8_linear_torch(
+    x: Tensor,
+    weight: Fp8Weight,
+    bias: Tensor | None,
+    norm: Norm | None,
+    activation: str | None,
+    residual: Tensor | None,
+) -> Tensor:
+    """`fp8_linear` over the dequantised weight: the path of a CPU, and the reference."""
+    return linear_torch(x, weight.dequantize(x.dtype), bias, norm, activation, residual)

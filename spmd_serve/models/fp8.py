@@ -1,0 +1,132 @@
+"""Checkpoints whose linear weights are FP8 already: compressed-tensors (per channel or tensor) and block scales.
+
+A weight `x.weight` comes with `x.weight_scale` (or `x.weight_scale_inv`, which is multiplied all the same): one number,
+one a row, or one a block of rows and columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from spmd_serve.errors import UnsupportedModelError, WeightsError
+from spmd_serve.kernels.fp8 import FP8, Fp8Format
+from spmd_serve.models.model_config import ModelConfig
+from spmd_serve.models.sources import Index, TensorSource
+
+_SCALES = ("_scale", "_scale_inv")  # appended to the weight's name
+_NOT_USED = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale")  # activations are scaled as they come
+
+
+@dataclass(frozen=True)
+class Fp8Checkpoint:
+    """What config.json says of the scales. block: (rows, columns) that share one, None where shapes tell."""
+
+    block: tuple[int, int] | None = None
+
+
+def fp8_checkpoint(quantization: Mapping[str, Any] | None) -> Fp8Checkpoint | None:
+    """From config.json's quantization_config; None for a checkpoint that is not quantised.
+
+    Raises:
+        UnsupportedModelError: quantised in another way.
+    """
+    if quantization is None:
+        return None
+    method = quantization.get("quant_method")
+    if method in ("fp8", "fbgemm_fp8"):
+        block = quantization.get("weight_block_size")
+        return Fp8Checkpoint(None if block is None else (int(block[0]), int(block[1])))
+    if method == "compressed-tensors" and quantization.get("format") in ("float-quantized", "naive-quantized"):
+        weights = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
+        if weights and all(w.get("type") == "float" and w.get("num_bits") == 8 for w in weights):
+            block = weights[0].get("block_structure")
+            return Fp8Checkpoint(None if block is None else (int(block[0]), int(block[1])))
+    raise UnsupportedModelError(
+        f"the checkpoint is quantised by {method} ({quantization.get('format') or quantization.get('bits') or ''}); supported "
+        "are fp8 and compressed-tensors float-quantized with 8 bits"
+    )
+
+
+def fp8_format(model: ModelConfig, *, requested: bool, gpu: bool) -> Fp8Format | None:
+    """How the linear weights are kept: FP8 if it is requested, and on a GPU if the checkpoint is; None: the compute type."""
+    checkpoint = fp8_checkpoint(model.quantization)
+    if not requested and (checkpoint is None or not gpu):
+        return None
+    return Fp8Format(checkpoint.block[1] if checkpoint is not None and checkpoint.block else None)
+
+
+class Fp8Source:
+    """A source that shows the weights as float32, and on request as they are."""
+
+    has_any = False
+
+    def __init__(self, inner: TensorSource, checkpoint: Fp8Checkpoint) -> None:
+        self._inner = inner
+        self._block = checkpoint.block
+        names = set(inner.names())
+        self._scale_of = {
+            name: name + suffix
+            for name in names
+            for suffix in _SCALES
+            if name.endswith(".weight") and name + suffix in names
+        }
+        self._names = sorted(n for n in names - set(self._scale_of.values()) if not n.endswith(_NOT_USED))
+
+    @property
+    def bytes_read(self) -> int:
+        return self._inner.bytes_read
+
+    def names(self) -> list[str]:
+        return self._names
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return self._inner.shape(name)
+
+    def read(self, name: str, index: Index) -> Tensor:
+        values = self._inner.read(name, index)
+        if name not in self._scale_of:
+            if values.dtype == FP8:
+                raise WeightsError(f"tensor {name} is FP8 but has no {name}_scale; fetch the checkpoint again")
+            return values
+        rows, columns = index
+        row_block, column_block, scales = self._scales(name, index)
+        first_row, first_column = rows.start // row_block, columns.start // column_block
+        by_row = torch.arange(rows.start, rows.stop) // row_block - first_row
+        by_column = torch.arange(columns.start, columns.stop) // column_block - first_column
+        return values.float() * scales[by_row][:, by_column]
+
+    def read_fp8(self, name: str, index: Index, block: int | None) -> tuple[Tensor, Tensor] | None:
+        if name not in self._scale_of:
+            return None
+        rows, columns = index
+        row_block, column_block, scales = self._scales(name, index)
+        whole_rows = column_block >= self.shape(name)[1]
+        fits = whole_rows if block is None else column_block == block and columns.start % block == 0
+        if not fits:
+            return None
+        by_row = torch.arange(rows.start, rows.stop) // row_block - rows.start // row_block
+        return self._inner.read(name, index), scales[by_row]
+
+    def _scales(self, name: str, index: Index) -> tuple[int, int, Tensor]:
+        """Rows and columns that share a scale, and the float32 scales [blocks, blocks] that the slice touches."""
+        rows, columns = index
+        scale_name = self._scale_of[name]
+        shape, size = self._inner.shape(scale_name), self.shape(name)
+        if all(n == 1 for n in shape):
+            whole = self._inner.read(scale_name, tuple(slice(0, n) for n in shape))
+            return size[0], max(size[1], 1), whole.float().reshape(1, 1)
+        row_block, column_block = self._block or (1, size[1])
+        expected = (-(-size[0] // row_block), -(-size[1] // column_block))
+        if shape not in (expected, (expected[0],)[: 1 if expected[1] == 1 else 0]):
+            raise WeightsError(f"tensor {scale_name} is {list(shape)}, which does not fit {name} {list(size)}")
+        touched = (
+            slice(rows.start // row_block, -(-rows.stop // row_block)),
+            slice(columns.start // column_block, -(-columns.stop // column_block)),
+        )
+        part = self._inner.read(scale_name, touched[: len(shape)])
+        return row_block, column_block, part.float().reshape(touched[0].stop - touched[0].start, -1)
