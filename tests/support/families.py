@@ -21,6 +21,7 @@ from spmd_serve.attention.torch_native import TorchAttention
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import make_partition
 from spmd_serve.engine.kv_cache import KVCache
+from spmd_serve.kernels.fp8 import Fp8Format
 from spmd_serve.models.decoder import Decoder, DecoderContext
 from spmd_serve.models.registry import load_model_config
 from spmd_serve.models.weights import load_weights, open_source
@@ -153,9 +154,24 @@ def write_family(name: str, folder: Path) -> None:
         spread = 0.2 if parameter.ndim > 1 else 0.3
         parameter.data = parameter.data.mul_(0.0 if parameter.ndim > 1 else 1.0) + spread * torch.randn(parameter.shape)
     model.save_pretrained(folder)
-    tensors = {}
     # transformers' dynamic scaling depends on the length at hand, ours on the longest that is served.
-    for i, length in enumerate((MAX_LEN, MAX_LEN) if name == "llama-dynamic" else LENGTHS):
+    _save_reference(model, folder, (MAX_LEN, MAX_LEN) if name == "llama-dynamic" else LENGTHS)
+
+
+def write_reference(folder: Path, weights: dict[str, Tensor]) -> None:
+    """The logits of the model in `folder` if it had these weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.from_pretrained(folder)
+    config.quantization_config = None
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model.load_state_dict(weights)
+    _save_reference(model, folder, LENGTHS)
+
+
+def _save_reference(model: Any, folder: Path, lengths: Sequence[int]) -> None:
+    tensors = {}
+    for i, length in enumerate(lengths):
         tokens = torch.randint(3, VOCAB, (length,))
         with torch.no_grad():
             tensors |= {f"tokens{i}": tokens, f"logits{i}": model(tokens[None]).logits[0].contiguous()}
@@ -168,7 +184,7 @@ def write_family(name: str, folder: Path) -> None:
 class Shard:
     """One rank's decoder with a KV cache, fed by hand. Collective."""
 
-    def __init__(self, folder: Path, comm: Communicator, slots: int) -> None:
+    def __init__(self, folder: Path, comm: Communicator, slots: int, fp8: Fp8Format | None) -> None:
         self.model = load_model_config(folder)
         self.comm = comm
         self.partition = make_partition(
@@ -182,7 +198,7 @@ class Shard:
         )
         self.attention = TorchAttention()
         cpu = torch.device("cpu")
-        context = DecoderContext(self.model, self.partition, comm, self.attention, torch.float32, cpu)
+        context = DecoderContext(self.model, self.partition, comm, self.attention, torch.float32, cpu, fp8)
         self.decoder = Decoder(context, MAX_LEN)
         load_weights(self.decoder.pieces(), open_source(folder, self.model, "auto"), progress=False)
         pages = -(-MAX_LEN // PAGE)
@@ -230,12 +246,12 @@ class Shard:
         return torch.cat([parts[r, :, : base + (r < longer)] for r in range(self.comm.world_size)], dim=1)
 
 
-def largest_difference(folder: Path, comm: Communicator) -> dict[str, float]:
+def largest_difference(folder: Path, comm: Communicator, fp8: Fp8Format | None = None) -> dict[str, float]:
     """Largest difference of logits from transformers' by way of computing: prefill, chunked prefill, decode. Collective."""
     reference = load_file(folder / "reference.tensors")
     tokens = [reference[f"tokens{i}"] for i in range(2)]
     wanted = [reference[f"logits{i}"] for i in range(2)]
-    shard = Shard(folder, comm, slots=5)
+    shard = Shard(folder, comm, 5, fp8)
     worst = {"prefill": 0.0, "chunked": 0.0, "decode": 0.0}
 
     def note(way: str, got: Tensor, expected: Tensor) -> None:
