@@ -1,5 +1,7 @@
 """The kernels on a GPU, in bfloat16, against float32 references."""
 
+import itertools
+
 import pytest
 import torch
 
@@ -8,6 +10,7 @@ if not torch.cuda.is_available():
 
 from spmd_serve.kernels.activation import gated_activation
 from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention, decode_attention_torch
+from spmd_serve.kernels.gpu.linear import MmaConfig, mma
 from spmd_serve.kernels.gumbel import gumbel_argmax, gumbel_argmax_cpu
 from spmd_serve.kernels.linear import Norm, linear
 from spmd_serve.kernels.norm import add_rms_norm_, rms_norm
@@ -78,6 +81,31 @@ def test_linear(form: str, features: int, size: int, tokens: int) -> None:
     got = linear(x, weight, bias=bias, norm=norm, activation=activation, residual=residual)
     assert_near(got, expected, 8e-3)
     assert residual is None or got is residual
+
+
+@pytest.mark.parametrize("tokens", [2, 8, 11, 16])
+@pytest.mark.parametrize(("features", "size"), [(1024, 1024), (96, 3072), (1000, 1056), (54, 416)])
+def test_every_way_to_share_a_layer_out(features: int, size: int, tokens: int) -> None:
+    """skinny.cu sums over warps and clusters; every combination, so that no edge depends on the one in use."""
+    x, scale, residual = rand(tokens, size), rand(size), rand(tokens, features)
+    weight, wide = rand(features, size), rand(2 * features, size)
+    normed = reference_norm(x, scale, 1e-5)
+    gate, up = (normed @ wide.float().T).chunk(2, -1)
+    gated = torch.nn.functional.silu(gate) * up
+    added = residual.float() + x.float() @ weight.float().T
+    ran = 0
+    for row_warps, column_warps, splits in itertools.product((1, 2, 4), (1, 2, 4, 8), (1, 2, 3, 8)):
+        config = MmaConfig(row_warps, column_warps, splits)
+        got = mma(x, weight, None, None, 0.0, None, residual.clone(), config)
+        if got is not None:
+            ran += 1
+            assert_near(got, added)
+        if row_warps > 1:
+            got = mma(x, wide, None, scale, 1e-5, "silu", None, config)
+            if got is not None:
+                ran += 1
+                assert_near(got, gated, 8e-3)
+    assert ran > 8
 
 
 @pytest.mark.parametrize("tokens", [1, 70, 300])

@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_serve.kernels.decode_attention import MAX_PROGRAMS, MAX_SPLITS, DecodeWorkspace, Rotation
+from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -30,13 +30,19 @@ class DecodeConfig:
     splits: int
 
 
-def choose_config(rows: int, kv_heads: int, head_dim: int, fused: bool) -> DecodeConfig:
-    """By shape, from measurements on an H200: programs of one warp, so that many are in flight."""
-    splits = min(MAX_SPLITS, max(1, MAX_PROGRAMS // (rows * kv_heads)))
-    splits = 1 << (splits.bit_length() - 1)  # the power of two below, so that rows * kv_heads * splits <= MAX_PROGRAMS
-    if splits == 1 and not fused and head_dim <= 128:
-        return DecodeConfig(slices=2, block=32, warps=2, stages=3, splits=1)
-    return DecodeConfig(slices=1, block=16, warps=1, stages=5, splits=splits)
+def choose_config(rows: int, kv_heads: int, head_dim: int) -> DecodeConfig:
+    """By shape, from measurements on an H200: programs of one warp, so that many are in flight.
+
+    rows * kv_heads * splits stays within MAX_PROGRAMS.
+    """
+    heads = rows * kv_heads
+    if heads <= 16:
+        splits, stages = (64 if heads <= 8 else 32), 3
+    elif heads <= 64:
+        splits, stages = (8 if heads <= 32 else 4), 5
+    else:
+        splits, stages = (4 if heads <= 132 else 2 if heads <= 264 else 1), 3
+    return DecodeConfig(slices=1, block=32 if head_dim <= 128 else 16, warps=1, stages=stages, splits=splits)
 
 
 def decode_attention(
@@ -53,7 +59,7 @@ def decode_attention(
     if rows == 0:
         return out
     if config is None:
-        config = choose_config(rows, kv_heads, head_dim, rotation is not None)
+        config = choose_config(rows, kv_heads, head_dim)
     table = None if rotation is None else rotation.rope_table
     block_d = triton.next_power_of_2(head_dim)
     merge_group = triton.next_power_of_2(group)

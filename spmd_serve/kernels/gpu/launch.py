@@ -1,9 +1,8 @@
-"""Programmatic dependent launch: the next kernel starts while this one still runs, and waits where it needs its result.
+"""Programmatic dependent launch: a kernel is set up while the one before it still runs, and waits where it needs its result.
 
-The rule that makes it safe: every kernel waits for its predecessor (`wait_for_inputs`) in every program, and only then
-lets its successor start. So when a kernel runs its code before the wait, all kernels up to the last but one have
-finished; the predecessor alone may still be running. Before the wait a kernel may read constants (weights, tables) and
-nothing else.
+The rule that makes it safe: every kernel waits for its predecessor (`wait_for_inputs`) in every program, and before the
+wait it reads constants (weights, tables) and nothing else. A kernel may also let its successor start right after its
+own wait (EARLY): then, before a wait, all kernels but the predecessor have finished, and only that one may still run.
 """
 
 import functools
@@ -14,21 +13,25 @@ import triton
 import triton.language as tl
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+# Measured on an H200 over 28 layers of Qwen3-0.6B: at 8 tokens 945 us without, 993 with, 1010 without dependent launch
+# at all; at 64 tokens 1857, 1885, 1857. The successor's early loads get into the way.
+EARLY = False
 
 
 @functools.cache
-def _pdl() -> bool:
+def _supported() -> bool:
     return not INTERPRETED and torch.cuda.get_device_capability()[0] >= 9
 
 
 def launch_options() -> dict[str, Any]:
-    """Keyword arguments for every launch: the constexpr PDL, and the launch attribute that goes with it."""
-    return {"PDL": True, "launch_pdl": True} if _pdl() else {"PDL": False}
+    """Keyword arguments for every launch: the constexpr PDL (0 off, 1 wait, 2 early), and the attribute that goes with it."""
+    return {"PDL": 2 if EARLY else 1, "launch_pdl": True} if _supported() else {"PDL": 0}
 
 
 @triton.jit
 def wait_for_inputs(PDL: tl.constexpr):
     """Before the first access to anything that an earlier kernel wrote or may still read."""
-    if PDL:
+    if PDL > 0:
         tl.extra.cuda.gdc_wait()
+    if PDL > 1:
         tl.extra.cuda.gdc_launch_dependents()

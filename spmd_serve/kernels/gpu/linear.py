@@ -3,10 +3,15 @@
 `_gemv`: a program owns a few rows of the weight and loads all of them (or a first part) before it waits for its input,
 so that the weights of this layer stream while the kernel before still runs.
 
-`_skinny`: a program owns ROWS rows of the weight; its warps split the columns (a batched dot with one batch a warp), and
-their sums meet in shared memory. No sum depends on timing, so results are the same on every run.
+`_skinny`: a program owns a few rows of the weight; its warps split the columns (a batched dot with one batch a warp), and
+their sums meet in shared memory.
+
+`mma`: skinny.cu, for layers with a norm before them; see there.
+
+No sum depends on timing, so results are the same on every run.
 """
 
+import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +20,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_serve.kernels.gpu.activation import activate
+from spmd_serve.kernels.gpu.build import load_library
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
 
 
@@ -29,18 +35,24 @@ class GemvConfig:
 
 
 @dataclass(frozen=True)
-class SkinnyConfig:
-    """rows: weight rows a program; slices: column slices side by side (warps share them); block: columns of a slice;
-    splits: programs for different columns; prefetch: steps of weights brought into L2 before the wait.
+class MmaConfig:
+    """For skinny.cu. row_warps: groups of 16 weight rows a block (even if gated); column_warps share its columns;
+    splits: blocks of a cluster that share the columns further.
     """
+
+    row_warps: int
+    column_warps: int
+    splits: int
+
+
+@dataclass(frozen=True)
+class SkinnyConfig:
+    """For `_skinny`. rows: weight rows a program; slices: warps, each with its own columns, `block` of them a step."""
 
     rows: int
     slices: int
     block: int
-    warps: int
     stages: int
-    splits: int = 1
-    prefetch: int = 1
 
 
 def skinny_linear(
@@ -51,13 +63,22 @@ def skinny_linear(
     tokens, in_features = x.shape
     gated = activation is not None
     features = weight.shape[0] // (2 if gated else 1)
-    if tokens == 0 or in_features % 8 or features == 0:
+    if not 0 < tokens <= MAX_TOKENS or in_features % 8 or features == 0:
         return None
     if tokens == 1:
         config = gemv_config(features, in_features, gated)
         return gemv(x, weight, bias, scale, eps, activation, residual, config)
-    skinny_ = skinny_config(tokens, in_features, scale is not None or gated)
-    return None if skinny_ is None else skinny(x, weight, bias, scale, eps, activation, residual, skinny_)
+    if features * in_features > MAX_WEIGHTS or in_features > MAX_COLUMNS:
+        return None
+    if scale is None and not gated:
+        return skinny(x, weight, bias, residual, SkinnyConfig(8, 4, 64, 5))
+    return mma(x, weight, bias, scale, eps, activation, residual, mma_config(in_features))
+
+
+# Beyond these the matrix library is as fast: measured on an H200.
+MAX_TOKENS = 16
+MAX_WEIGHTS = 8 << 20  # of the gate alone in a gated layer
+MAX_COLUMNS = 4096
 
 
 def gemv_config(features: int, in_features: int, gated: bool) -> GemvConfig:
@@ -73,11 +94,38 @@ def gemv_config(features: int, in_features: int, gated: bool) -> GemvConfig:
     return GemvConfig(rows, block, warps, static=True)
 
 
-def skinny_config(tokens: int, in_features: int, fused: bool) -> SkinnyConfig | None:
-    """By shape, from measurements on an H200; None: the matrix library, also where a fused norm costs the gain."""
-    if tokens <= 16 and not fused and in_features <= 4096:
-        return SkinnyConfig(8, 4, 64, 4, 5)
-    return None
+def mma_config(in_features: int) -> MmaConfig:
+    """By shape, from measurements on an H200: about one block for each multiprocessor."""
+    splits = 1 if in_features <= 1024 else 2 if in_features <= 2048 else 4
+    return MmaConfig(2, 4, splits)
+
+
+def mma(
+    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, eps: float, activation: str | None,
+    residual: Tensor | None, config: MmaConfig,
+) -> Tensor | None:  # fmt: skip
+    """`linear` for up to 16 tokens by skinny.cu. None if there is no such library, or it has no kernel for the shape."""
+    library = load_library("skinny")
+    if library is None:
+        return None
+    tokens = x.shape[0]
+    out_features, in_features = weight.shape
+    features = out_features // 2 if activation is not None else out_features
+    out = residual if residual is not None else torch.empty((tokens, features), dtype=x.dtype, device=x.device)
+    pointers = [0 if t is None else t.data_ptr() for t in (x, weight, bias, scale, out)]
+    if x.stride(0) % 8 or any(p % 16 for p in pointers):
+        return None
+    code = library.skinny_linear(
+        *(ctypes.c_void_p(p) for p in pointers), tokens, features, in_features, x.stride(0), ctypes.c_float(eps),
+        (None, "silu", "gelu_tanh").index(activation), residual is not None,
+        config.row_warps, config.column_warps, config.splits, launch_options()["PDL"],
+        x.device.index, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+    )  # fmt: skip
+    if code == -1:
+        return None
+    if code:
+        raise RuntimeError(f"skinny_linear{tuple(weight.shape)} for {tokens} tokens, {config}: CUDA error {code}")
+    return out
 
 
 def gemv(
@@ -191,116 +239,63 @@ def _gemv(
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=inside)
 
 
-def skinny(
-    x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, eps: float, activation: str | None,
-    residual: Tensor | None, config: SkinnyConfig,
-) -> Tensor:  # fmt: skip
-    """`linear` for up to 128 tokens. With config.splits > 1: the sums of column ranges, float32 [splits, tokens, out]."""
+def skinny(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, config: SkinnyConfig) -> Tensor:
+    """residual + x @ weight.T + bias for a few tokens."""
     tokens = x.shape[0]
-    out_features, in_features = weight.shape
-    features = out_features // 2 if activation is not None else out_features
-    step = config.slices * config.block
-    steps = triton.cdiv(in_features, step * config.splits)
-    if config.splits > 1:
-        assert scale is None and activation is None and bias is None and residual is None
-        out = torch.empty((config.splits, tokens, features), dtype=torch.float32, device=x.device)
-    elif residual is not None:
-        out = residual
-    else:
-        out = torch.empty((tokens, features), dtype=x.dtype, device=x.device)
-    _skinny[(triton.cdiv(features, config.rows), config.splits)](
-        x, weight, out, bias, scale, tokens, features, in_features, x.stride(0), eps,
+    features, in_features = weight.shape
+    steps = triton.cdiv(in_features, config.slices * config.block)
+    out = residual if residual is not None else torch.empty((tokens, features), dtype=x.dtype, device=x.device)
+    _skinny[(triton.cdiv(features, config.rows),)](
+        x, weight, out, bias, tokens, features, in_features, x.stride(0),
         M=max(16, triton.next_power_of_2(tokens)), ROWS=config.rows, SLICES=config.slices, BLOCK=config.block, STEPS=steps,
-        EVEN_N=features % config.rows == 0, EVEN_K=in_features % (step * config.splits) == 0,
-        ACTIVATION=activation, ADD=residual is not None, PREFETCH=config.prefetch,
-        num_warps=config.warps, num_stages=config.stages, **launch_options(),
+        EVEN_N=features % config.rows == 0, EVEN_K=in_features == steps * config.slices * config.block,
+        ADD=residual is not None, num_warps=config.slices, num_stages=config.stages, **launch_options(),
     )  # fmt: skip
     return out
 
 
-@triton.jit
-def _prefetch(w, rows, first, columns: tl.constexpr, n, k, ROWS: tl.constexpr):
-    """Bring weight rows `rows`, columns first .. first + columns - 1, into L2: one touch for each 128 bytes (64 values)."""
-    at = first + tl.arange(0, columns // 64) * 64
-    line = w + rows[:, None] * k + at[None, :]
-    line = tl.where((rows < n)[:, None] & (at < k)[None, :], line, w)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
-
-
-@triton.jit
-def _slices(w, rows, columns, n, k, EVEN_N: tl.constexpr, EVEN_K: tl.constexpr):
-    """Weight rows `rows` (int64 [R]) at `columns` [S, B]: [S, B, R]."""
-    at = w + rows[None, None, :] * k + columns[:, :, None]
-    if EVEN_N and EVEN_K:
-        tile = tl.load(at)
-    else:
-        tile = tl.load(at, mask=(rows < n)[None, None, :] & (columns < k)[:, :, None], other=0.0)
-    return tile
-
-
 @triton.jit(do_not_specialize=["m"])
 def _skinny(
-    x, w, out, bias, scale, m, n, k, x_stride, eps,
+    x, w, out, bias, m, n, k, x_stride,
     M: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, ADD: tl.constexpr, PREFETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    GATED: tl.constexpr = ACTIVATION is not None
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    split = tl.program_id(1)
-    first = split * STEPS * SLICES * BLOCK
-    up = w + n.to(tl.int64) * k
     tokens = tl.arange(0, M)
-    inside = (tokens < m)[:, None] & (rows < n)[None, :]
-    columns = first + (tl.arange(0, SLICES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :])
-    if PDL and PREFETCH > 0:
-        for part in tl.static_range(PREFETCH):
-            _prefetch(w, rows, first + part * SLICES * BLOCK, SLICES * BLOCK, n, k, ROWS)
-            if GATED:
-                _prefetch(up, rows, first + part * SLICES * BLOCK, SLICES * BLOCK, n, k, ROWS)
+    columns = tl.arange(0, SLICES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if PDL > 0:
+        # Bring the first step's weights into L2, one touch for each 128 bytes (64 values), before the wait.
+        line = w + rows[:, None] * k + tl.arange(0, SLICES * BLOCK // 64)[None, :] * 64
+        line = tl.where((rows < n)[:, None], line, w)
+        tl.inline_asm_elementwise(
+            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
+            "=r,l",
+            [line.to(tl.int64)],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
     wait_for_inputs(PDL)
-    target = out + split * m * n + tokens.to(tl.int64)[:, None] * n + rows[None, :]
+    target = out + tokens.to(tl.int64)[:, None] * n + rows[None, :]
+    inside = (tokens < m)[:, None] & (rows < n)[None, :]
     if ADD:
         added = tl.load(target, mask=inside, other=0.0).to(tl.float32)
     acc = tl.zeros((SLICES, M, ROWS), tl.float32)
-    acc_up = tl.zeros((SLICES, M, ROWS), tl.float32)
-    squares = tl.zeros((SLICES, M), tl.float32)
     for step in tl.range(STEPS):
         at = columns + step * (SLICES * BLOCK)
-        tile = _slices(w, rows, at, n, k, EVEN_N, EVEN_K)
+        if EVEN_N and EVEN_K:
+            tile = tl.load(w + rows[None, None, :] * k + at[:, :, None])
+        else:
+            known = (rows < n)[None, None, :] & (at < k)[:, :, None]
+            tile = tl.load(w + rows[None, None, :] * k + at[:, :, None], mask=known, other=0.0)
         value = tl.load(
             x + tokens.to(tl.int64)[None, :, None] * x_stride + at[:, None, :],
             mask=(tokens < m)[None, :, None] & (at < k)[:, None, :], other=0.0,
         )  # fmt: skip
-        if scale is not None:
-            wide = value.to(tl.float32)
-            squares += tl.sum(wide * wide, axis=2)
-            weight = tl.load(scale + at, mask=at < k, other=0.0).to(tl.float32)
-            value = (wide * weight[:, None, :]).to(x.dtype.element_ty)
-        if SLICES == 1:
-            flat = tl.reshape(value, (M, BLOCK))
-            acc += tl.dot(flat, tl.reshape(tile, (BLOCK, ROWS)))[None, :, :]
-            if GATED:
-                tile_up = _slices(up, rows, at, n, k, EVEN_N, EVEN_K)
-                acc_up += tl.dot(flat, tl.reshape(tile_up, (BLOCK, ROWS)))[None, :, :]
-        else:
-            acc = tl.dot(value, tile, acc)
-            if GATED:
-                acc_up = tl.dot(value, _slices(up, rows, at, n, k, EVEN_N, EVEN_K), acc_up)
+        acc = tl.dot(value, tile, acc)
     result = tl.sum(acc, axis=0)
-    result_up = tl.sum(acc_up, axis=0)
-    if scale is not None:
-        inverse = tl.rsqrt(tl.sum(squares, axis=0) / k + eps)[:, None]
-        result *= inverse
-        result_up *= inverse
     if bias is not None:
         result += tl.load(bias + rows, mask=rows < n, other=0.0).to(tl.float32)[None, :]
-        if GATED:
-            result_up += tl.load(bias + n + rows, mask=rows < n, other=0.0).to(tl.float32)[None, :]
-    if GATED:
-        result = activate(result, ACTIVATION) * result_up
     if ADD:
         result += added
     tl.store(target, result.to(out.dtype.element_ty), mask=inside)

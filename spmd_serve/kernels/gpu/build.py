@@ -1,0 +1,60 @@
+"""Compiling a .cu file beside this one into a library, once per machine, with nvcc."""
+
+import ctypes
+import fcntl
+import functools
+import hashlib
+import logging
+import os
+import shutil
+import subprocess
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+
+@functools.cache
+def load_library(name: str) -> ctypes.CDLL | None:
+    """The library of `name`.cu for this process's GPU; None (logged) where there is no nvcc, or it fails.
+
+    The first process to come compiles, the others wait for it.
+    """
+    major, minor = torch.cuda.get_device_capability()
+    source = Path(__file__).with_name(f"{name}.cu")
+    command = ["nvcc", "-O3", "-std=c++17", f"-arch=sm_{major}{minor}", "-shared", "-Xcompiler", "-fPIC"]
+    key = hashlib.sha256(source.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd_serve" / "kernels"
+    target = folder / f"{name}-{key}.so"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        with open(folder / f"{name}.lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            if not target.exists():
+                _compile([_nvcc(), *command[1:], str(source)], target)
+        return ctypes.CDLL(str(target))
+    except (OSError, subprocess.CalledProcessError) as error:
+        detail = getattr(error, "stderr", None) or error
+        logger.warning("no %s kernels, the matrix library does their work: %s", name, detail)
+        return None
+
+
+def _nvcc() -> str:
+    home = os.environ.get("CUDA_HOME") or "/usr/local/cuda"
+    found = shutil.which("nvcc") or shutil.which("nvcc", path=f"{home}/bin")
+    if found is None:
+        raise OSError("nvcc is not on the PATH, nor in CUDA_HOME or /usr/local/cuda")
+    return found
+
+
+def _compile(command: list[str], target: Path) -> None:
+    logger.info("compiling %s with nvcc (once per machine)", target.name)
+    started = time.perf_counter()
+    with tempfile.TemporaryDirectory(dir=target.parent) as folder:
+        built = Path(folder) / target.name
+        subprocess.run([*command, "-o", str(built)], check=True, capture_output=True, text=True)
+        built.rename(target)
+    logger.info("compiled %s in %.1f s", target.name, time.perf_counter() - started)
