@@ -17,7 +17,7 @@ def gated_activation(gate_up: Tensor, kind: str) -> Tensor:
     out = torch.empty((rows, size), dtype=gate_up.dtype, device=gate_up.device)
     if out.numel():
         grid = (rows, triton.cdiv(size, BLOCK))
-        _gated[grid](gate_up, out, size, KIND=kind, BLOCK=BLOCK, num_warps=4, **launch_options())
+        _gated[grid](gate_up, out, size, KIND=kind, BLOCK=BLOCK, num_warps=4, **launch_options(rows))
     return out
 
 

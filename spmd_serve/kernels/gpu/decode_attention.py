@@ -73,7 +73,7 @@ def decode_attention(
         FUSED=rotation is not None, NORM=rotation is not None and rotation.q_scale is not None,
         HALF=0 if table is None else table.shape[2], SLICES=config.slices, BLOCK=config.block, SPLITS=config.splits,
         MERGE_G=merge_group, MERGE=min(config.splits, max(1, 4096 // (merge_group * block_d))),
-        num_warps=config.warps, num_stages=config.stages, **launch_options(),
+        num_warps=config.warps, num_stages=config.stages, **launch_options(rows),
     )  # fmt: skip
     return out
 

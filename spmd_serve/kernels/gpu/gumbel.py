@@ -38,7 +38,7 @@ def gumbel_argmax(
     part_indices = torch.empty((rows, splits), dtype=torch.int32, device=device)
     values = torch.empty(rows, dtype=torch.float32, device=device)
     indices = torch.empty(rows, dtype=torch.int64, device=device)
-    options = launch_options()
+    options = launch_options(rows)
     _best_of_slice[(rows, splits)](
         logits, temperature, seeds, positions, part_values, part_indices,
         vocab, logits.stride(0), vocab_offset, per_program, BLOCK=BLOCK, num_warps=8, **options,

@@ -118,7 +118,7 @@ def mma(
     code = library.skinny_linear(
         *(ctypes.c_void_p(p) for p in pointers), tokens, features, in_features, x.stride(0), ctypes.c_float(eps),
         (None, "silu", "gelu_tanh").index(activation), residual is not None,
-        config.row_warps, config.column_warps, config.splits, launch_options()["PDL"],
+        config.row_warps, config.column_warps, config.splits, launch_options(tokens)["PDL"],
         x.device.index, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
     )  # fmt: skip
     if code == -1:
@@ -141,7 +141,7 @@ def gemv(
         x, weight, out, bias, scale, features, in_features, eps,
         ROWS=config.rows, BLOCK=config.block, STEPS=triton.cdiv(in_features, config.block), STATIC=config.static,
         EVEN_N=features % config.rows == 0, EVEN_K=in_features % config.block == 0,
-        ACTIVATION=activation, ADD=residual is not None, num_warps=config.warps, **launch_options(),
+        ACTIVATION=activation, ADD=residual is not None, num_warps=config.warps, **launch_options(1),
     )  # fmt: skip
     return out
 
@@ -249,7 +249,7 @@ def skinny(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | No
         x, weight, out, bias, tokens, features, in_features, x.stride(0),
         M=max(16, triton.next_power_of_2(tokens)), ROWS=config.rows, SLICES=config.slices, BLOCK=config.block, STEPS=steps,
         EVEN_N=features % config.rows == 0, EVEN_K=in_features == steps * config.slices * config.block,
-        ADD=residual is not None, num_warps=config.slices, num_stages=config.stages, **launch_options(),
+        ADD=residual is not None, num_warps=config.slices, num_stages=config.stages, **launch_options(tokens),
     )  # fmt: skip
     return out
 

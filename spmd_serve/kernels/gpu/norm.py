@@ -30,7 +30,7 @@ def _launch(x: Tensor, residual: Tensor | None, scale: Tensor, out: Tensor, eps:
     block = triton.next_power_of_2(size)
     _rms_norm[(rows,)](
         x, residual, scale, out, size, x.stride(0), 0 if residual is None else residual.stride(0), eps,
-        ADD=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **launch_options(),
+        ADD=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **launch_options(rows),
     )  # fmt: skip
 
 

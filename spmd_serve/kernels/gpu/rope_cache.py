@@ -34,7 +34,7 @@ def rope_and_cache(
         qkv, positions, locations, k_cache, v_cache, rope_table, q_scale, k_scale, q, eps,
         Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=0 if rope_table is None else rope_table.shape[2],
         NORM=q_scale is not None, BLOCK_H=block_h, BLOCK_D=block_d,
-        num_warps=max(1, min(8, block_h * block_d // 512)), **launch_options(),
+        num_warps=max(1, min(8, block_h * block_d // 512)), **launch_options(tokens),
     )  # fmt: skip
     return q
 

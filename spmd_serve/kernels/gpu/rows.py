@@ -17,7 +17,7 @@ def decode_inputs(
     n = slots.shape[0]
     tokens, positions, lengths = (torch.empty(n, dtype=torch.int64, device=slots.device) for _ in range(3))
     _decode_inputs[(triton.cdiv(n, BLOCK),)](
-        slots, last_token, length, tokens, positions, lengths, n, padding_slot, BLOCK=BLOCK, **launch_options()
+        slots, last_token, length, tokens, positions, lengths, n, padding_slot, BLOCK=BLOCK, **launch_options(n)
     )
     return tokens, positions, lengths
 
@@ -26,7 +26,7 @@ def advance_rows_(slots: Tensor, tokens: Tensor, lengths: Tensor, last_token: Te
     """See spmd_serve.kernels.rows.advance_rows_."""
     n = slots.shape[0]
     _advance_rows[(triton.cdiv(n, BLOCK),)](
-        slots, tokens, lengths, last_token, length, n, BLOCK=BLOCK, **launch_options()
+        slots, tokens, lengths, last_token, length, n, BLOCK=BLOCK, **launch_options(n)
     )
 
 
