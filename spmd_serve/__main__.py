@@ -37,6 +37,7 @@ T = TypeVar("T")
 USER_ERROR = 2
 PEERS_GONE_S = 2.0  # how long a failed rank lets the others speak before its traceback
 FRONTEND_STOP_S = 2.0
+PORT_FREE_S = 10.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -79,19 +80,24 @@ def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, int | None]:
 
 
 def _rank0_check_port(config: Config) -> None:
-    """Fail before anything is loaded when the port is taken."""
+    """Fail before anything is loaded when the port is taken. A predecessor before a restart gets time to let go of it."""
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+    deadline = time.monotonic() + (PORT_FREE_S if restarted else 0.0)
     host, port = config.server.host, config.server.port
-    try:
-        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[
-            0
-        ]
-        with socket.socket(family, kind) as probe:
-            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            probe.bind(address)
-    except OSError as exc:
-        raise ConfigError(
-            f"cannot listen on {host} port {port}: {exc.strerror}; give another --host or --port"
-        ) from None
+    while True:
+        try:
+            family, kind, _, _, address = socket.getaddrinfo(
+                host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+            )[0]
+            with socket.socket(family, kind) as probe:
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+            return
+        except OSError as exc:
+            if time.monotonic() >= deadline:
+                message = f"cannot listen on {host} port {port}: {exc.strerror}; give another --host or --port"
+                raise ConfigError(message) from None
+            time.sleep(0.1)
 
 
 def _say_error(exc: object) -> None:

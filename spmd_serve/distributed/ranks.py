@@ -19,7 +19,7 @@ from spmd_serve.errors import ConfigError, DistributedError
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
-CONNECT_TIMEOUT_S = 20.0  # to reach the store, to hear from every rank, and to connect the ranks: each
+CONNECT_TIMEOUT_S = 28.0  # to reach the store, to hear from every rank, and to connect the ranks: each
 
 
 @dataclass(frozen=True)

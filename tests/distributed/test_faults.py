@@ -52,9 +52,9 @@ def test_a_fault_in_a_step(
     assert trigger.await_end(1) in (*clients_see, "refused"), trigger.detail
 
 
-@pytest.mark.parametrize("rank", [0, 1, 2])
+@pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_leaves_no_survivor_even_without_torchrun(start_job: StartJob, rank: int) -> None:
-    job = start_job(ranks=3, bare=[{}, {}, {}]).await_ready()  # idle, with default timeouts
+    job = start_job(bare=[{}, {}]).await_ready()  # idle, with default timeouts
     began = time.monotonic()
     job.signal_rank(rank, signal.SIGKILL)
     job.await_end(10)
