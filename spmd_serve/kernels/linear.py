@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 from spmd_serve.kernels.activation import gated_activation
 from spmd_serve.kernels.norm import rms_norm
+from spmd_serve.kernels.packed import packed_linear
 
 
 @dataclass(frozen=True)
@@ -38,7 +39,7 @@ def linear(
 
     Args:
         x: [tokens, in], rows may be strided. dtypes of all tensors are equal.
-        weight: [out, in], contiguous.
+        weight: [out, in], contiguous, or packed (kernels/packed.py).
         bias: [out].
         activation: silu or gelu_tanh: the gated one, act(gate) * up; the first half of weight's rows is the gate.
         residual: [tokens, out], contiguous; updated in place and returned. Not together with activation.
@@ -68,9 +69,12 @@ def linear_torch(
     """`linear` by the matrix library: the path for many tokens, and the reference."""
     if norm is not None:
         x = rms_norm(x, norm.scale, norm.eps)
-    if residual is not None and bias is None:
+    if weight.is_mkldnn:
+        out = packed_linear(x, weight, bias)
+    elif residual is not None and bias is None:
         return residual.addmm_(x, weight.t())
-    out = F.linear(x, weight, bias)
+    else:
+        out = F.linear(x, weight, bias)
     if activation is not None:
         return gated_activation(out, activation)
     return out if residual is None else residual.add_(out)

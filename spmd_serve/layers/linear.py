@@ -12,6 +12,7 @@ from torch import Tensor
 
 from spmd_serve.kernels.fp8 import Fp8Format, Fp8Weight, fp8_linear
 from spmd_serve.kernels.linear import Norm, linear
+from spmd_serve.kernels.packed import pack
 from spmd_serve.layers.norm import RMSNorm
 
 
@@ -34,6 +35,11 @@ class Linear:
         else:
             self.weight = Fp8Weight.empty(out_features, in_features, fp8, device)
         self.bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+
+    def pack(self) -> None:
+        """Bring the loaded weight into the order that is fastest here; `weight` is not to be read or written any more."""
+        if isinstance(self.weight, Tensor):
+            self.weight = pack(self.weight)
 
     def __call__(
         self,

@@ -185,6 +185,10 @@ class Attention:
             eps=self._ctx.model.norm_eps,
         )
 
+    def pack(self) -> None:
+        self.qkv.pack()
+        self.o.pack()
+
     def pieces(self) -> Iterator[WeightPiece]:
         model, part, d = self._ctx.model, self._ctx.partition, self._head_dim
         q_rows = _scaled(part.q_heads, d)
@@ -238,6 +242,10 @@ class MLP:
         """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given."""
         return self.down(self.gate_up(x, norm=norm, activation=self._ctx.model.activation), residual=residual)
 
+    def pack(self) -> None:
+        self.gate_up.pack()
+        self.down.pack()
+
     def pieces(self) -> Iterator[WeightPiece]:
         model, columns = self._ctx.model, self._ctx.partition.ffn
         n, total, hidden = len(columns), model.intermediate_size, model.hidden_size
@@ -278,6 +286,9 @@ class MoE:
         choice = route(self.router(x), self._moe.experts_per_token, normalize=self._moe.normalize_top_k)
         out = self.experts(x, *choice)
         return out if residual is None else residual.add_(out)
+
+    def pack(self) -> None:
+        self.router.pack()
 
     def pieces(self) -> Iterator[WeightPiece]:
         """Experts of other ranks have empty targets: nothing is read of them, but they must be in the checkpoint."""
@@ -390,6 +401,16 @@ class Decoder:
         for layer, caches in zip(self.layers, kv, strict=True):
             x, residual = layer(x, residual, step, caches)
         return _add_norm(x, residual, self.norm)[0]
+
+    def pack(self) -> None:
+        """Once, after loading: bring the weights into the order that the linear layers are fastest with.
+
+        A tied LM head then has a copy of its own: lookups need the plain rows.
+        """
+        for layer in self.layers:
+            layer.attention.pack()
+            layer.mlp.pack()
+        self.lm_head.pack()
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] -> [rows, vocabulary rows of this rank], in the compute type or float32."""
