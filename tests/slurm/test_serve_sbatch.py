@@ -19,7 +19,7 @@ from support.reference import Case, Reference
 from support.server import wait_until
 
 CASE = Case("The capital of France is")
-SERVER = ("--dtype", "float32", "--num-pages", "256")
+SERVER = ("--dtype", "float32", "--num-pages", "256", "--threads", "1")  # each node takes the machine for its own
 GONE_S = 10  # an orphan may live this long
 
 
