@@ -19,7 +19,7 @@ from spmd_serve.errors import ConfigError
 from spmd_serve.models.decoder import Decoder, DecoderContext
 from spmd_serve.models.fp8 import fp8_format
 from spmd_serve.models.model_config import ModelConfig
-from spmd_serve.models.weights import load_weights, open_source
+from spmd_serve.models.weights import LoadReport, load_weights, open_source
 
 logger = logging.getLogger(__name__)
 
@@ -87,16 +87,16 @@ def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> 
     )
 
 
-def build_runner(
+def build_decoder(
     config: Config, model: ModelConfig, folder: Path, comm: Communicator, device: torch.device
-) -> ModelRunner:
-    """Build this rank's shard and load its weights. `config` is resolved. Collective.
+) -> tuple[Decoder, DecoderContext, LoadReport]:
+    """This rank's shard with its weights loaded. `config` is resolved. Collective.
 
     Raises:
         ModelError: the weights do not fit the model.
     """
-    options, cache, scheduler = config.model, config.cache, config.scheduler
-    assert options.max_model_len and cache.page_size and scheduler.max_batch_tokens, "config is resolved"
+    options = config.model
+    assert options.max_model_len, "config is resolved"
     dtype = pick_dtype(options.dtype, model, device)
     partition = make_partition(
         rank=comm.rank,
@@ -116,14 +116,31 @@ def build_runner(
         decoder = Decoder(context, options.max_model_len)
         source = open_source(folder, model, options.load_format, device)
         report = load_weights(decoder.pieces(), source, progress=comm.rank == 0, ignore=_is_unused(model))
+        decoder.pack()
     logger.info("weights loaded: %s", report)
+    return decoder, context, report
+
+
+def build_runner(
+    config: Config, model: ModelConfig, folder: Path, comm: Communicator, device: torch.device
+) -> ModelRunner:
+    """Build this rank's shard and load its weights. `config` is resolved. Collective.
+
+    Raises:
+        ModelError: the weights do not fit the model.
+    """
+    options, cache, scheduler = config.model, config.cache, config.scheduler
+    assert options.max_model_len and cache.page_size and scheduler.max_batch_tokens, "config is resolved"
+    decoder, context, _ = build_decoder(config, model, folder, comm, device)
     limits = RunnerLimits(
         page_size=cache.page_size,
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=options.max_model_len,
         max_batch_tokens=scheduler.max_batch_tokens,
     )
-    return ModelRunner(model, partition, decoder, attention, comm, limits, folder, dtype, device)
+    return ModelRunner(
+        model, context.partition, decoder, context.attention, comm, limits, folder, context.dtype, device
+    )
 
 
 def count_pages(
