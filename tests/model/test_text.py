@@ -26,9 +26,9 @@ def server(
 def test_greedy_alone(server: Server, answers: Answers) -> None:
     """Text, finish reason and usage of one request at a time; SOLO has a chat, and a prompt of several chunks."""
     assert answers[SOLO[-1]].prompt_tokens > 600
-    with server.client() as client:
-        for case in SOLO:
-            assert ask(client, case) == answers[case]
+    client = server.client()
+    for case in SOLO:
+        assert ask(client, case) == answers[case]
 
 
 def test_greedy_with_16_in_flight(server: Server, answers: Answers) -> None:
@@ -40,9 +40,9 @@ def test_greedy_with_16_in_flight(server: Server, answers: Answers) -> None:
 
 def test_seeded_alone_and_in_shuffled_company(server: Server, answers: Answers) -> None:
     """A seeded text is a function of the request alone: not of its neighbours, its row, the order or the rank count."""
-    with server.client() as client:
-        for case in SEEDED:
-            assert ask(client, case) == answers[case]
+    client = server.client()
+    for case in SEEDED:
+        assert ask(client, case) == answers[case]
     order = [*SEEDED, *NEIGHBOURS, *SEEDED]
     random.Random(5).shuffle(order)
     responses = at_once(

@@ -42,6 +42,7 @@ class Server:
 
     Attributes:
         url: such as http://127.0.0.1:41234, known once it is ready.
+        http: a plain client for it.
         log_file: stdout and stderr of torchrun and all ranks.
     """
 
@@ -50,6 +51,9 @@ class Server:
     ) -> None:
         self.ranks = ranks
         self.url = ""
+        self._close = contextlib.ExitStack()
+        self._stopping = False
+        self._exit_code = 0
         self.log_file = folder / "server.log"
         self._address_file = folder / "address"
         self._address_file.unlink(missing_ok=True)
@@ -75,6 +79,8 @@ class Server:
         if self.process.poll() is not None:
             raise AssertionError(f"the server ended with {self.process.returncode} while starting\n{self.log_tail()}")
         self.url = self._address_file.read_text().strip()
+        # One client for all plain requests: making one reads the system's certificates, which takes longer than a request.
+        self.http = self._close.enter_context(httpx.Client(base_url=self.url, verify=False, timeout=60.0))
         return self
 
     def _ready_or_gone(self) -> bool:
@@ -92,9 +98,9 @@ class Server:
         return "\n".join(self.log.splitlines()[-lines:])
 
     def client(self, **options: object) -> openai.OpenAI:
-        """The official client, without retries: a failure must show."""
+        """The official client, without retries: a failure must show. Closed with the server."""
         defaults = {"base_url": f"{self.url}/v1", "api_key": "none", "max_retries": 0, "timeout": 120.0}
-        return openai.OpenAI(**{**defaults, **options})  # type: ignore[arg-type]
+        return self._close.enter_context(openai.OpenAI(**{**defaults, **options}))  # type: ignore[arg-type]
 
     def async_client(self) -> openai.AsyncOpenAI:
         """The official client for many requests at once."""
@@ -102,7 +108,7 @@ class Server:
 
     def metrics(self) -> dict[str, float]:
         """Sample name with its labels, as /metrics writes them, without the spmd_serve_ prefix -> value."""
-        text = httpx.get(f"{self.url}/metrics", timeout=10.0).raise_for_status().text
+        text = self.http.get("/metrics").raise_for_status().text
         samples = re.findall(r"^spmd_serve_(\S+) (\S+)$", text, re.MULTILINE)
         return {name: float(value) for name, value in samples}
 
@@ -129,10 +135,6 @@ class Server:
 
     # ---- end ---------------------------------------------------------------------------------------------------------
 
-    def signal_rank(self, rank: int, number: int = signal.SIGTERM) -> None:
-        """Send a signal to one rank."""
-        os.kill(self.rank_pids()[rank], number)
-
     def wait_exit(self, timeout_s: float = STOP_S) -> int:
         """torchrun's exit code; kills it and fails if it does not end."""
         try:
@@ -141,17 +143,30 @@ class Server:
             self.kill()
             raise AssertionError(f"the server did not end within {timeout_s:g} s\n{self.log_tail()}") from None
 
+    def begin_stop(self, rank: int | None = 0) -> None:
+        """SIGTERM to one rank, or with None to torchrun; `stop` awaits the end."""
+        self._stopping = True
+        self._exit_code = 0 if rank is not None else 1  # torchrun returns 1 whenever it is signalled itself
+        os.kill(self.process.pid if rank is None else self.rank_pids()[rank], signal.SIGTERM)
+
     def stop(self) -> None:
-        """Drain by a SIGTERM to rank 0. torchrun must return 0, which it does when each rank did, without a traceback."""
-        if self.process.poll() is None:
-            self.signal_rank(0)
+        """Drain. Every rank must return 0 in time, after one line that says so."""
+        if not self._stopping:
+            assert self.process.poll() is None, f"it has ended with {self.process.returncode}\n{self.log_tail(200)}"
+            self.begin_stop()
         code = self.wait_exit()
-        assert code == 0, f"exit code {code}\n{self.log_tail()}"
-        assert "Traceback" not in self.log, self.log_tail(200)
-        assert f"all {self.ranks} ranks have left the step loop" in self.log, self.log_tail()
+        assert code == self._exit_code, f"exit code {code}\n{self.log_tail(200)}"
+        assert "exitcode" not in self.log, self.log_tail(200)  # torchrun lists ranks that did not return 0
+        assert self.log.count(f"all {self.ranks} ranks have left the step loop") == 1, self.log_tail(200)
+        assert "ERROR" not in self.log, self.log_tail(200)
+
+    def close(self) -> None:
+        """End what is left of it, and the clients."""
+        self._close.close()
+        self.kill()
 
     def kill(self) -> None:
-        """End at once what is left of it; the ranks die with torchrun."""
+        """End it at once; the ranks die with torchrun."""
         if self.process.poll() is not None:
             return
         pids = []
@@ -173,7 +188,7 @@ def serving(
         yield server
         server.stop()
     finally:
-        server.kill()
+        server.close()
 
 
 def _cpu_seconds(pid: int) -> float:
