@@ -36,6 +36,7 @@ def prompt_items(choice: Choice) -> list[Item]:
 
 def completion_logprobs(items: list[Item], top: int, choice: Choice, tokenizer: TextTokenizer) -> dict[str, Any]:
     """/v1/completions' four lists. The top ones always have the token itself, as OpenAI's do."""
+    offset_stream = choice.offset_stream = choice.offset_stream or tokenizer.stream(choice.generation.plan.skip_special)
     tokens: list[str] = []
     offsets: list[int] = []
     own: list[float | None] = []
@@ -44,7 +45,7 @@ def completion_logprobs(items: list[Item], top: int, choice: Choice, tokenizer: 
         name = tokenizer.token_name(token)
         tokens.append(name)
         offsets.append(choice.offset)
-        choice.offset += len(name)
+        choice.offset += len(offset_stream.step(token))
         if logprobs is None:
             own.append(None)
             tops.append(None)

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 OPEN_PATHS = ("/health", "/ready")  # need no API key: probes have none
 
 
-def make_services(config: Config, info: ModelInfo, link: FrontLink) -> Services:
+def make_services(config: Config, info: ModelInfo, link: FrontLink, metrics: Metrics) -> Services:
     """Load the tokenizer and join the parts of one frontend.
 
     Raises:
@@ -46,7 +46,6 @@ def make_services(config: Config, info: ModelInfo, link: FrontLink) -> Services:
     tokenizer = TextTokenizer(folder, info.vocab_size)
     template = ChatTemplate(find_template(folder, config.model.chat_template), tokenizer)
     grammars = GrammarCompiler(tokenizer, info)
-    metrics = Metrics(first=link.index == 0)
     identity = f"{VERSION} {info.name} {config.model.dtype} {config.model.quantization}"
     return Services(
         info=info,

@@ -7,6 +7,7 @@ kills it should the parent die while this process cannot look.
 from __future__ import annotations
 
 import ctypes
+import gc
 import logging
 import os
 import signal
@@ -42,9 +43,15 @@ def main() -> int:
     )
     link = FrontLink(settings.address, settings.index, zmq.Context())
     http = HttpThread(
-        settings.config, settings.info, link, socket.socket(fileno=settings.listener), lambda reason: os._exit(1)
+        settings.config,
+        settings.info,
+        link,
+        socket.socket(fileno=settings.listener),
+        lambda reason: os._exit(1),
+        shared_metrics=True,
     )
     http.start()
+    gc.freeze()  # tokenizer and schemas stay for ever: collections need not walk through them
     sys.stdin.buffer.read()  # until the parent closes it
     http.stop(STOP_TIMEOUT)
     return 0

@@ -50,6 +50,7 @@ class Choice:
         "min_tokens",
         "num_tokens",
         "offset",
+        "offset_stream",
         "prompt",
         "prompt_logprobs",
         "queued",
@@ -89,6 +90,7 @@ class Choice:
         self.taken = False
         self.queued = False  # stands in generation.ready
         self.offset = 0  # characters of text before the next token's, for logprobs' text_offset
+        self.offset_stream: Detokenizer | None = None
 
     def push(self, token: int, shown: bool) -> bool:
         """Add a token; `shown` is False for a token that stops the request. True when it completes a stop string."""

@@ -17,12 +17,14 @@ from spmd_serve.config import Config
 from spmd_serve.errors import FrontendError
 from spmd_serve.frontend.app import make_app, make_services
 from spmd_serve.frontend.link import FrontLink
+from spmd_serve.frontend.metrics import Metrics
 from spmd_serve.frontend.responses import CONNECTION
 from spmd_serve.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 
-FIRST_REQUEST_TIMEOUT = 30.0  # seconds from a connection to its first complete header
+HEAD_TIMEOUT = 30.0  # seconds from a connection, or a request's first byte, to its complete head
+MAX_HEAD = 64 * 1024  # bytes of request line and headers
 KEEP_ALIVE_TIMEOUT = 30  # seconds that an idle connection is kept
 
 _FULL_BODY = (
@@ -56,10 +58,13 @@ class DirectConnection:
 
 
 def make_protocol(max_connections: int) -> type[asyncio.Protocol]:
-    """uvicorn's HTTP protocol with a limit on connections and on silent ones, and a way to cut a connection."""
+    """uvicorn's HTTP protocol with limits on connections and on request heads, and a way past `send`."""
 
     class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
-        _silence: asyncio.TimerHandle | None = None
+        _in_head = True  # a request's head is expected or incomplete
+        _head_came = False  # in the data that is being handled
+        _head_size = 0
+        _head_timer: asyncio.TimerHandle | None = None
 
         def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
             super().connection_made(transport)
@@ -67,24 +72,44 @@ def make_protocol(max_connections: int) -> type[asyncio.Protocol]:
                 transport.write(_FULL)
                 transport.close()
                 return
-            self._silence = self.loop.call_later(FIRST_REQUEST_TIMEOUT, transport.abort)
+            self._head_timer = self.loop.call_later(HEAD_TIMEOUT, transport.abort)
+
+        def data_received(self, data: bytes) -> None:
+            only_head = self._in_head
+            self._head_came = False
+            super().data_received(data)
+            only_head = only_head and self._in_head and not self._head_came
+            if not only_head or (self.cycle is not None and not self.cycle.response_complete):
+                return
+            self._head_size += len(data)
+            if self._head_size > MAX_HEAD:
+                self.transport.abort()
+            elif self._head_timer is None:
+                self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self.transport.abort)
 
         def on_message_begin(self) -> None:
             super().on_message_begin()
             self.scope["extensions"] = {CONNECTION: DirectConnection(self.transport, self.flow)}  # type: ignore[dict-item]
 
         def on_headers_complete(self) -> None:
-            self._forget_silence()
+            self._in_head = False
+            self._head_came = True
+            self._head_size = 0
+            self._stop_head_timer()
             super().on_headers_complete()
 
+        def on_message_complete(self) -> None:
+            self._in_head = True
+            super().on_message_complete()
+
         def connection_lost(self, exc: Exception | None) -> None:
-            self._forget_silence()
+            self._stop_head_timer()
             super().connection_lost(exc)
 
-        def _forget_silence(self) -> None:
-            if self._silence is not None:
-                self._silence.cancel()
-                self._silence = None
+        def _stop_head_timer(self) -> None:
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
 
     return LimitedProtocol
 
@@ -102,7 +127,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 class HttpThread:
     """One frontend: an event loop in a thread that serves HTTP and talks to the step loop.
 
-    `on_death` is called, with a reason, if the thread ends without having been asked to.
+    `on_death` is called, with a reason, if the thread ends without having been asked to. `shared_metrics` says that this
+    process is one of several whose metrics are summed.
     """
 
     def __init__(
@@ -112,8 +138,10 @@ class HttpThread:
         link: FrontLink,
         listener: socket.socket,
         on_death: Callable[[str], None],
+        *,
+        shared_metrics: bool = False,
     ) -> None:
-        self._services = make_services(config, info, link)
+        self._services = make_services(config, info, link, Metrics(first=link.index == 0, shared=shared_metrics))
         self._listener = listener
         self._on_death = on_death
         self._stopping = False

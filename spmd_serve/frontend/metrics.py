@@ -7,7 +7,6 @@ with the step outputs, the same to every frontend, and are shown as they are.
 
 from __future__ import annotations
 
-import os
 from bisect import bisect_left
 from collections.abc import Iterator
 
@@ -63,15 +62,17 @@ class Metrics:
 
     Args:
         first: True for the first frontend, which alone observes steps (all frontends see the same ones).
+        shared: the values of several processes are summed, through the files in MULTIPROCESS_VARIABLE's folder.
 
     Attributes:
         intervals: time of a choice's previous token -> how many choices got their next one now; emptied by
             `flush_intervals`. The tokens of one step share that time, so this is one entry for many tokens.
     """
 
-    def __init__(self, *, first: bool = True) -> None:
+    def __init__(self, *, first: bool = True, shared: bool = False) -> None:
         self._registry = CollectorRegistry()
         self._first = first
+        self._shared = shared
         self._engine = _EngineCollector()
         self._finished = Counter(
             "spmd_serve_requests", "Sequences that ended, by outcome", ["outcome"], registry=self._registry
@@ -124,7 +125,7 @@ class Metrics:
         """The exposition text."""
         registry = CollectorRegistry()
         registry.register(self._engine)
-        if MULTIPROCESS_VARIABLE in os.environ:
+        if self._shared:
             MultiProcessCollector(registry)  # type: ignore[no-untyped-call]
             return bytes(generate_latest(registry))
         return bytes(generate_latest(registry)) + bytes(generate_latest(self._registry))

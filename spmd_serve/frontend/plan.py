@@ -73,6 +73,7 @@ class Plan:
     timeout: float | None
     priority: int
     cache_salt: str
+    user: str
 
     def choice_params(self, prompt: Prompt, number: int) -> SamplingParams:
         """Parameters of a prompt's choice `number`: n choices of one seed are n different seeds, the first its own."""
@@ -372,6 +373,7 @@ class Planner:
             timeout=min(timeouts, default=None),
             priority=body.priority or 0,
             cache_salt=body.cache_salt or "",
+            user=body.user or "",
         )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import uuid
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -21,6 +22,8 @@ from spmd_serve.frontend.responses import CONNECTION, GenerationResponse, JsonRe
 from spmd_serve.frontend.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.types import ModelInfo, ServiceState
+
+logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
@@ -60,9 +63,11 @@ def make_router(services: Services) -> APIRouter:
     async def generate(request: Request, make: Callable[[bytes], Plan], prefix: str, kind: str) -> Response:
         dispatcher.check_ready()
         plan = await planned(request, make)
+        identifier = f"{prefix}-{uuid.uuid4().hex}"
         generation = dispatcher.submit(plan, request.scope["extensions"][CONNECTION])
+        logger.debug("%s: %d sequences for user '%s'", identifier, len(generation.choices), plan.user)
         identity = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
+            "id": identifier,
             "object": kind + (".chunk" if plan.chat and plan.stream else ""),
             "created": generation.created,
             "model": plan.model,

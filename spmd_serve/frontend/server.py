@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import shutil
 import socket
@@ -10,6 +11,7 @@ import sys
 import tempfile
 import threading
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -86,6 +88,8 @@ class ProcessFrontend(Frontend):
 
     def __init__(self, config: Config, info: ModelInfo, count: int) -> None:
         listeners = bind(config.server.host, config.server.port, count)
+        share = math.ceil(config.server.max_connections / count)
+        config = replace(config, server=replace(config.server, max_connections=share))
         self._folder = Path(tempfile.mkdtemp(prefix="spmd_serve-"))  # mode 0700: the sockets are ours alone
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = LinkAddress(

@@ -99,6 +99,8 @@ class TextTokenizer:
     def _make_table(self) -> ByteTable | None:
         """Bytes of every id, or None for a decoder that is not the concatenation of its tokens' bytes."""
         decoder = json.loads(self._tokenizer.to_str())["decoder"]
+        # A whole text begins without the space that SentencePiece puts before it; a continuation keeps it.
+        self._strips_space = any(d["type"] == "Strip" and d["start"] for d in (decoder or {}).get("decoders", []))
         kinds = [d["type"] for d in decoder["decoders"]] if decoder and decoder["type"] == "Sequence" else []
         kind = decoder["type"] if decoder and not kinds else None
         size = max(self.vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=True))
@@ -145,9 +147,10 @@ class TextTokenizer:
         return ByteStream(table)
 
     def decode(self, ids: Iterable[int], skip_special_tokens: bool = True) -> str:
-        """The whole text of some ids, as a stream of them gives it."""
+        """The whole text of some ids, from a text's beginning."""
         stream = self.stream(skip_special_tokens)
-        return "".join([stream.step(i) for i in ids]) + stream.flush()
+        text = "".join([stream.step(i) for i in ids]) + stream.flush()
+        return text.removeprefix(" ") if self._strips_space else text
 
     def token_bytes(self, token: int) -> bytes:
         """What one id stands for by itself, special tokens included."""

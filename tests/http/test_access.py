@@ -122,11 +122,24 @@ def test_connections_are_bounded(start: Start) -> None:
 
 
 def test_silent_connections_are_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "FIRST_REQUEST_TIMEOUT", 0.2)
+    monkeypatch.setattr(http_server, "HEAD_TIMEOUT", 0.2)
     service = start()
     with socket.create_connection(address(service), timeout=5) as silent, contextlib.suppress(ConnectionResetError):
         silent.sendall(b"POST /v1/comp")
         assert silent.recv(1) == b""
+    with socket.create_connection(address(service), timeout=5) as second, contextlib.suppress(ConnectionResetError):
+        second.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert b"200 OK" in second.recv(65536)
+        second.sendall(b"GET /health HT")  # of a later request too
+        assert second.recv(1) == b""
+
+
+def test_heads_are_bounded(service: FakeService) -> None:
+    with socket.create_connection(address(service), timeout=5) as endless, pytest.raises(ConnectionError):
+        endless.sendall(b"GET / HTTP/1.1\r\nx: ")
+        for _ in range(10_000):
+            endless.sendall(b"y" * 65536)
+    assert service.http.get("/health", headers={"x": "y" * 30_000}).status_code == 200
 
 
 # ---- clients that do not read -------------------------------------------------------------------------------------

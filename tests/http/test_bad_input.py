@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 from typing import Any
@@ -116,7 +117,8 @@ def test_a_body_that_fits_but_is_too_long_a_prompt(service: FakeService) -> None
 )
 def test_what_is_hardly_http(service: FakeService, data: bytes) -> None:
     host, port = service.url.removeprefix("http://").split(":")
-    with socket.create_connection((host, int(port)), timeout=5) as connection:
+    connect = socket.create_connection((host, int(port)), timeout=5)
+    with connect as connection, contextlib.suppress(OSError):  # it may be reset
         connection.sendall(data)
         connection.shutdown(socket.SHUT_WR)
         while connection.recv(65536):

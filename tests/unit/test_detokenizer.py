@@ -120,6 +120,12 @@ def test_byte_fallback_tokenizer(tmp_path: Path) -> None:
     assert pieces[2:4] == ["", "é"]
     assert tokenizer.token_bytes(299) == b""  # beyond the tokenizer, within the model's padded vocabulary
     assert byte_fallback_bytes("<0xZZ>") == b"<0xZZ>"
+    decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    plain.decoder = decoders.Sequence(decoder)
+    save(plain, tmp_path)
+    tokenizer = TextTokenizer(tmp_path, 300)
+    assert tokenizer.decode([3, 3]) == plain.decode([3, 3]) == "b b"
+    assert tokenizer.stream().step(3) == " b"  # what continues a prompt keeps its space
 
 
 def test_wordpiece_tokenizer(tmp_path: Path) -> None:

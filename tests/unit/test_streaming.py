@@ -47,6 +47,7 @@ def make(chat: bool = False, n: int = 1, **fields: Any) -> tuple[Generation, Eve
         timeout=None,
         priority=0,
         cache_salt="",
+        user="",
     )
     generation = Generation(replace(plan, **fields), NoConnection())
     for index in range(n):
