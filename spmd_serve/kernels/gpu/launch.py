@@ -13,6 +13,8 @@ import triton
 import triton.language as tl
 
 INTERPRETED: bool = bool(triton.knobs.runtime.interpret)
+
+
 @functools.cache
 def _supported() -> bool:
     return not INTERPRETED and torch.cuda.get_device_capability()[0] >= 9
