@@ -37,5 +37,6 @@ check lint "$PYTHON" -m ruff check .
 check format "$PYTHON" -m ruff format --check .
 check types "$PYTHON" -m mypy
 check "types of launch/" "$PYTHON" -m mypy launch/*.py
-check tests "$PYTHON" -m pytest "$@"
+# Most tests wait for servers and timeouts: two files at a time. A file stays with one process, for its servers.
+check tests "$PYTHON" -m pytest --numprocesses="${TEST_PROCESSES:-2}" --dist=loadfile "$@"
 [ "${#failed[@]}" -eq 0 ] || die "failed: ${failed[*]}"
