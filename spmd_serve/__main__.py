@@ -42,9 +42,8 @@ PORT_FREE_S = 10.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this rank to its end. Returns its exit code."""
-    os.environ.setdefault(
-        "TORCH_CPP_LOG_LEVEL", "ERROR"
-    )  # before torch is imported; we report lost connections ourselves
+    # Read when torch is imported. Lost connections are told by us.
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     signals = StopSignals()
     signals.install()
     try:
@@ -95,8 +94,10 @@ def _rank0_check_port(config: Config) -> None:
             return
         except OSError as exc:
             if time.monotonic() >= deadline:
-                message = f"cannot listen on {host} port {port}: {exc.strerror}; give another --host or --port"
-                raise ConfigError(message) from None
+                raise ConfigError(
+                    f"host {socket.gethostname()} cannot listen on {host} port {port} ({exc.strerror}); give another --host or "
+                    "--port"
+                ) from None
             time.sleep(0.1)
 
 
@@ -125,23 +126,28 @@ def _run_rank(ranks: RankInfo, config: Config | None, exit_code: int | None, sig
         with contextlib.suppress(RuntimeError):
             board.say_gone()
         return 0
-    except Stopped:
-        with contextlib.suppress(RuntimeError):
-            board.request_stop(ServicePhase.DRAIN)
-            board.say_gone()
-        if ranks.rank == 0:
-            logger.info("stopped while starting")
-        return 0
     except BaseException as exc:
+        if isinstance(exc, Stopped) or liveness.stopped_while_starting:  # what else fails then is a consequence
+            _tell_stopped(board)
+            return 0
         return _fail(exc, board, liveness, stack)
     finally:
         stack.close()
         leave_group()
 
 
+def _tell_stopped(board: Board) -> None:
+    with contextlib.suppress(RuntimeError):
+        board.request_stop(ServicePhase.DRAIN)
+        board.say_gone()
+    if board.ranks.rank == 0:
+        logger.info("stopped while starting")
+
+
 def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack) -> int:
     """Find the rank at fault; if it is this one, its message or traceback is the last thing in the log."""
     failure = liveness.conclude(exc)
+    liveness.leave()
     stack.close()  # rank 0: open requests end with an error
     leave_group()  # peers that wait for this rank wake up
     own = failure.rank == board.ranks.rank and failure.kind in ("refused", "error")

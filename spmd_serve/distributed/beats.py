@@ -18,6 +18,7 @@ from spmd_serve.types import ServicePhase
 
 TICK_S = 0.2
 SLOW_S = 1.0  # a step that takes longer is published with the place where it is
+COLLECTIVES = ("/torch/distributed/", "/spmd_serve/distributed/host_memory.py")  # code that waits for other ranks
 STDLIB = os.path.dirname(os.__file__) + "/"
 
 
@@ -158,7 +159,7 @@ def main_thread_location() -> tuple[str, bool]:
     waits = False
     while frame is not None:
         name = frame.f_code.co_filename
-        waits = waits or "/torch/distributed/" in name
+        waits = waits or any(part in name for part in COLLECTIVES)
         if not place and "/site-packages/" not in name and not name.startswith(STDLIB):
             place = f"{os.path.basename(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back

@@ -15,7 +15,6 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
@@ -23,6 +22,7 @@ from spmd_serve.config import ControlOptions
 from spmd_serve.distributed.beats import TICK_S, Beat, Messenger, Progress
 from spmd_serve.distributed.board import Board, Failure, Peer
 from spmd_serve.distributed.channel import is_peer_error
+from spmd_serve.distributed.process import is_dead, parent_of
 from spmd_serve.distributed.signals import StopSignals
 from spmd_serve.errors import RankLostError, SpmdServeError
 from spmd_serve.types import ServicePhase
@@ -84,9 +84,14 @@ class Liveness:
         self._signals.interrupts = False
         self._control = control
 
+    @property
+    def stopped_while_starting(self) -> bool:
+        return self._control is None and self.phase is not ServicePhase.RUN
+
     def leave(self) -> None:
-        """The step loop has ended by agreement: ranks that go from now on are no failure."""
+        """This rank leaves the step loop: ranks that go from now on are no failure, and nobody is to be woken."""
         self._leaving = True
+        self._wake = lambda: None
 
     def conclude(self, exc: BaseException) -> Failure:
         """Find out why the main thread got `exc`, and put it on the board if nobody else did.
@@ -168,7 +173,7 @@ class Liveness:
         """The rank that is dead, silent or stuck, if there is one."""
         messenger, control = self._messenger, self._control
         for peer in self._neighbours:
-            if _is_dead(peer.pid):
+            if is_dead(peer.pid):
                 return self._blame(
                     peer, "lost", "its process is gone (killed, or out of memory?)" + self._last_seen(peer)
                 )
@@ -221,10 +226,11 @@ class Liveness:
         if self._own.rank == 0:
             self.on_failure(str(failure))
         self._settled.set()
+        self._wake()  # an idle rank 0 then finds the connection broken, and ends in good order
         _exit_after(GRACE_S + 2 * is_own, failure.exit_code, "")
         for peer in self._neighbours:
             # A stopped process would keep torchrun waiting for 30 s. Only this job's own: the same parent started it.
-            if peer.rank == failure.rank and failure.kind == "lost" and _parent(peer.pid) == os.getppid():
+            if peer.rank == failure.rank and failure.kind == "lost" and parent_of(peer.pid) == os.getppid():
                 os.kill(peer.pid, signal.SIGKILL)
 
 
@@ -255,21 +261,3 @@ def _exit_after(seconds: float, code: int, why: str) -> None:
     timer = threading.Timer(seconds, force)
     timer.daemon = True
     timer.start()
-
-
-def _process_stat(pid: int) -> list[str] | None:
-    """State, parent... of a process, or None when there is none (Linux)."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-
-
-def _is_dead(pid: int) -> bool:
-    stat = _process_stat(pid)
-    return stat[0] in "ZX" if stat is not None else os.path.isdir("/proc/self")
-
-
-def _parent(pid: int) -> int | None:
-    stat = _process_stat(pid)
-    return None if stat is None else int(stat[1])
