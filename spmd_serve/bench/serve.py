@@ -140,7 +140,7 @@ def report_of(timings: Timings, wall: float) -> dict[str, Any]:
     }
     for name, values in (("ttft", timings.first), ("inter_token", timings.between), ("request", timings.ended)):
         for label, share in (("p50", 0.5), ("p99", 0.99)):
-            report[f"{name}_{label}_ms"] = round(1000 * quantile(values, share), 2)
+            report[f"{name}_{label}_ms"] = round(1000 * quantile(values, share), 2) if values else None
     return report
 
 

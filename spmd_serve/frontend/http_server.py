@@ -179,7 +179,8 @@ class HttpThread:
         self._stopping = True
         self._server.config.timeout_graceful_shutdown = max(1, round(timeout_s))
         self._server.should_exit = True
-        self._thread.join(timeout_s + 5)
+        if self._thread.ident is not None:
+            self._thread.join(timeout_s + 5)
         self._services.threads.shutdown(wait=False, cancel_futures=True)
         return not self._thread.is_alive()
 

@@ -75,12 +75,20 @@ class ThreadFrontend(Frontend):
         address = LinkAddress("inproc://inbox", ("inproc://outbox.0",))
         link = CoreLink(address, context)
         super().__init__(link, url_of(listener), context)
-        self._thread = HttpThread(config, info, FrontLink(address, 0, context), listener, link.fail)
-        self._thread.start()
-        link.await_frontends(START_TIMEOUT, lambda: None)
+        self._thread: HttpThread | None = None
+        front = FrontLink(address, 0, context)
+        try:
+            self._thread = HttpThread(config, info, front, listener, link.fail)
+            self._thread.start()
+            link.await_frontends(START_TIMEOUT, lambda: None)
+        except BaseException:
+            front.close()
+            listener.close()
+            self.stop(0)
+            raise
 
     def _stop_serving(self, timeout_s: float) -> bool:
-        return self._thread.stop(timeout_s)
+        return self._thread is None or self._thread.stop(timeout_s)
 
 
 class ProcessFrontend(Frontend):
@@ -106,7 +114,7 @@ class ProcessFrontend(Frontend):
             listener.close()
         try:
             link.await_frontends(START_TIMEOUT, self._check_children)
-        except FrontendError:
+        except BaseException:
             self.stop(0)
             raise
         threading.Thread(target=self._watch_children, name="frontend-watch", daemon=True).start()

@@ -20,7 +20,7 @@ from support.fake_service import FakeService, fake_info, model_folder, start_fak
 from support.server import wait_until
 
 from spmd_serve.config import Config, ServerOptions
-from spmd_serve.errors import FrontendError
+from spmd_serve.errors import FrontendError, ModelError
 from spmd_serve.frontend.link import UID_SHIFT
 from spmd_serve.frontend.server import ProcessFrontend, start_frontend
 from spmd_serve.types import FinishReason, ServiceState
@@ -108,6 +108,11 @@ def test_a_child_that_dies_fails_the_core() -> None:
 def test_a_child_that_cannot_start_is_an_error(tmp_path: Path) -> None:
     with pytest.raises(FrontendError, match="process 0 ended"):
         start_frontend(Config(server=ServerOptions(port=0, frontend="process")), fake_info(folder=str(tmp_path)))
+
+
+def test_a_thread_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="tokenizer"):
+        start_frontend(Config(server=ServerOptions(port=0)), fake_info(folder=str(tmp_path)))
 
 
 def test_failure_reaches_streams_in_all_processes() -> None:
