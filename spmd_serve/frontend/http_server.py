@@ -78,13 +78,13 @@ def make_protocol(max_connections: int) -> type[asyncio.Protocol]:
             only_head = self._in_head
             self._head_came = False
             super().data_received(data)
-            only_head = only_head and self._in_head and not self._head_came
-            if not only_head or (self.cycle is not None and not self.cycle.response_complete):
+            if not (only_head and self._in_head) or self._head_came:
                 return
             self._head_size += len(data)
+            answering = self.cycle is not None and not self.cycle.response_complete
             if self._head_size > MAX_HEAD:
                 self.transport.abort()
-            elif self._head_timer is None:
+            elif self._head_timer is None and not answering:
                 self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self.transport.abort)
 
         def on_message_begin(self) -> None:

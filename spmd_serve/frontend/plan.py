@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-import re
 import secrets
 from array import array
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import orjson
-from pydantic import ValidationError
 
 from spmd_serve.config import Config
 from spmd_serve.errors import RequestError
 from spmd_serve.frontend.chat import ChatTemplate
 from spmd_serve.frontend.detokenizer import StopStrings
 from spmd_serve.frontend.grammar import GrammarCompiler
+from spmd_serve.frontend.parsing import parse_body
 from spmd_serve.frontend.schemas import (
     MAX_SEED,
-    Body,
     ChatBody,
     CompletionBody,
     DetokenizeBody,
@@ -32,8 +30,6 @@ from spmd_serve.types import ModelInfo, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions without max_tokens
 GREEDY_BELOW = 1e-5  # temperatures under it would overflow logits / T
-
-BodyType = TypeVar("BodyType", bound=Body)
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,42 +78,6 @@ class Plan:
             max_tokens=prompt.max_tokens,
             seed=(self.params.seed + number) & MAX_SEED,
         )
-
-
-def parse_body(data: bytes, schema: type[BodyType]) -> BodyType:
-    """Validate a body.
-
-    Raises:
-        RequestError: with the field's name in `param`.
-    """
-    try:
-        value = orjson.loads(data)
-    except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RequestError("the body must be a JSON object")
-    try:
-        return schema.model_validate(value)
-    except ValidationError as error:
-        raise _request_error(error, schema) from None
-
-
-def _request_error(error: ValidationError, schema: type[Body]) -> RequestError:
-    first = error.errors(include_url=False, include_context=True)[0]
-    loc = list(first["loc"])
-    kind, message = first["type"], first["msg"]
-    if kind == "refused":
-        loc.append(first["ctx"]["name"])
-    param = ""
-    for item in loc:
-        param += f"[{item}]" if isinstance(item, int) else f".{item}" if param else str(item)
-    param = re.sub(r"[^\x20-\x7e]", "?", param)[:256]
-    if kind == "extra_forbidden":
-        return RequestError(f"'{param}' is not a field of this request", param=param, code="unknown_field")
-    if kind == "missing":
-        return RequestError(f"'{param}' is missing", param=param, code="missing_field")
-    code = "unsupported_field" if kind == "refused" and "not supported" in message else None
-    return RequestError(f"'{param}' {message[:1].lower()}{message[1:]}", param=param, code=code)
 
 
 class Planner:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager
 from typing import Any
 
@@ -56,11 +57,17 @@ class GenerationResponse(Response):
     """The answer of one generation, whole or as a stream. However it ends, what still runs is aborted."""
 
     def __init__(
-        self, generation: Generation, dispatcher: Dispatcher, tokenizer: TextTokenizer, identity: dict[str, Any]
+        self,
+        generation: Generation,
+        dispatcher: Dispatcher,
+        tokenizer: TextTokenizer,
+        threads: ThreadPoolExecutor,
+        identity: dict[str, Any],
     ) -> None:
         self._generation = generation
         self._dispatcher = dispatcher
         self._tokenizer = tokenizer
+        self._threads = threads
         self._identity = identity
         self._connection = generation.connection
         self.background = None
@@ -95,7 +102,10 @@ class GenerationResponse(Response):
         if generation.error is not None:
             await error_response(generation.error)(scope, receive, send)
         elif not generation.client_left:
-            answer = whole_answer(generation, self._identity, self._tokenizer)
+            # On a thread, because log-probabilities of a long prompt are a hundred thousand objects.
+            answer = await asyncio.get_running_loop().run_in_executor(
+                self._threads, whole_answer, generation, self._identity, self._tokenizer
+            )
             await JsonResponse(answer)(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:

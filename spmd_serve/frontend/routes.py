@@ -73,7 +73,7 @@ def make_router(services: Services) -> APIRouter:
             "model": plan.model,
             "system_fingerprint": services.fingerprint,
         }
-        return GenerationResponse(generation, dispatcher, services.tokenizer, identity)
+        return GenerationResponse(generation, dispatcher, services.tokenizer, services.threads, identity)
 
     @router.post("/v1/completions", openapi_extra=_schema_of(CompletionBody))
     async def completions(request: Request) -> Response:

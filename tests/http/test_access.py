@@ -139,6 +139,13 @@ def test_heads_are_bounded(service: FakeService) -> None:
         endless.sendall(b"GET / HTTP/1.1\r\nx: ")
         for _ in range(10_000):
             endless.sendall(b"y" * 65536)
+    with socket.create_connection(address(service), timeout=5) as pipelined, pytest.raises(ConnectionError):
+        body = b'{"prompt": "x", "max_tokens": 8000, "ignore_eos": true, "stream": true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        pipelined.sendall(head + body)
+        pipelined.sendall(b"GET / HTTP/1.1\r\nx: ")
+        for _ in range(10_000):
+            pipelined.sendall(b"y" * 65536)
     assert service.http.get("/health", headers={"x": "y" * 30_000}).status_code == 200
 
 

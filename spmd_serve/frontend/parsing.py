@@ -1,0 +1,50 @@
+"""A body's bytes to its schema, with what is wrong under the name of its field."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import orjson
+from pydantic import ValidationError
+
+from spmd_serve.errors import RequestError
+from spmd_serve.frontend.schemas import Body
+
+BodyType = TypeVar("BodyType", bound=Body)
+
+
+def parse_body(data: bytes, schema: type[BodyType]) -> BodyType:
+    """Validate a body.
+
+    Raises:
+        RequestError: with the field's name in `param`.
+    """
+    try:
+        value = orjson.loads(data)
+    except orjson.JSONDecodeError as error:
+        raise RequestError(f"the body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError("the body must be a JSON object")
+    try:
+        return schema.model_validate(value)
+    except ValidationError as error:
+        raise _request_error(error, schema) from None
+
+
+def _request_error(error: ValidationError, schema: type[Body]) -> RequestError:
+    first = error.errors(include_url=False, include_context=True)[0]
+    loc = list(first["loc"])
+    kind, message = first["type"], first["msg"]
+    if kind == "refused":
+        loc.append(first["ctx"]["name"])
+    param = ""
+    for item in loc:
+        param += f"[{item}]" if isinstance(item, int) else f".{item}" if param else str(item)
+    param = re.sub(r"[^\x20-\x7e]", "?", param)[:256]
+    if kind == "extra_forbidden":
+        return RequestError(f"'{param}' is not a field of this request", param=param, code="unknown_field")
+    if kind == "missing":
+        return RequestError(f"'{param}' is missing", param=param, code="missing_field")
+    code = "unsupported_field" if kind == "refused" and "not supported" in message else None
+    return RequestError(f"'{param}' {message[:1].lower()}{message[1:]}", param=param, code=code)
