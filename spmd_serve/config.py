@@ -159,7 +159,11 @@ class ServerOptions:
 
     host: str = option("127.0.0.1", "address to listen on")
     port: int = option(8000, "port to listen on; 0 takes a free one", minimum=0, maximum=65535)
-    frontend: str = option("thread", "where HTTP work runs: thread, process, or process:N for N processes on one port")
+    frontend: str = option(
+        "auto",
+        "where HTTP work runs: thread, process, or process:N for N processes on one port; auto is a process with a GPU and "
+        "a thread without",
+    )
     tokenizer_threads: int = option(2, "threads that turn text into tokens", minimum=1, maximum=64)
     api_key: str | None = option(
         None, "key that clients must send as a Bearer token", parse=str, env="SPMD_SERVE_API_KEY"
@@ -222,8 +226,12 @@ def _check_combinations(config: Config) -> None:
     if config.cache.num_pages is not None and config.cache.kv_memory is not None:
         raise ConfigError("--num-pages and --kv-memory both size the KV pool; give one of them")
     kind, _, count = server.frontend.partition(":")
-    if kind not in ("thread", "process") or (count and (kind != "process" or not count.isdigit() or int(count) < 1)):
-        raise ConfigError(f"--frontend is '{server.frontend}'; it may be thread, process or process:N with N >= 1")
+    if kind not in ("auto", "thread", "process") or (
+        count and (kind != "process" or not count.isdigit() or int(count) < 1)
+    ):
+        raise ConfigError(
+            f"--frontend is '{server.frontend}'; it may be auto, thread, process or process:N with N >= 1"
+        )
     loopback = server.host in ("localhost", "::1") or server.host.startswith("127.")
     if not loopback and server.api_key is None and not server.no_api_key:
         raise ConfigError(

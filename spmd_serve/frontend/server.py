@@ -178,13 +178,13 @@ def url_of(listener: socket.socket) -> str:
 
 
 def start_frontend(config: Config, info: ModelInfo) -> Frontend:
-    """Start what --frontend asks for. It listens at once and answers 503 until the link's state is READY.
+    """Start what --frontend asks for; it listens at once and answers 503 until the link's state is READY. auto is a thread here.
 
     Raises:
         FrontendError: the port is in use, or the frontend did not start.
         ModelError: tokenizer or chat template cannot be used.
     """
     kind, _, count = config.server.frontend.partition(":")
-    if kind == "thread":
+    if kind != "process":
         return ThreadFrontend(config, info)
     return ProcessFrontend(config, info, int(count or 1))
