@@ -30,7 +30,7 @@ HELP
 case ${1:-} in
     -h | --help)
         usage
-        if [ -x "${PYTHON:-$VENV/bin/python}" ]; then
+        if command -v "${PYTHON:-$VENV/bin/python}" >/dev/null; then
             printf '\nServer options:\n\n'
             cd "$ROOT" && exec "${PYTHON:-$VENV/bin/python}" -m spmd_serve --help
         fi

@@ -31,14 +31,14 @@ HELP
 }
 
 # A device node, not a driver: containers often see the driver of a host whose GPUs they may not use.
-has_nvidia_gpu() { compgen -G '/dev/nvidia[0-9]*' >/dev/null || [ -e /dev/dxg ]; }
+# (/dev/dxg is Windows' way to any GPU; nvidia-smi is there for NVIDIA's.)
+has_nvidia_gpu() { compgen -G '/dev/nvidia[0-9]*' >/dev/null || { [ -e /dev/dxg ] && command -v nvidia-smi >/dev/null; }; }
 
 gpu_count() { { compgen -G '/dev/nvidia[0-9]*' || true; } | wc -l; }
 
 find_base_python() { # prints an interpreter >= 3.11 that is not itself a virtual environment
     local name found
     for name in python3 python3.13 python3.12 python3.11 python3.14; do
-        # shellcheck disable=SC2016
         found=$("$name" -c 'import sys
 if sys.version_info >= (3, 11):
     print(sys.executable if sys.prefix == sys.base_prefix else sys._base_executable)' 2>/dev/null) || continue
@@ -157,7 +157,7 @@ install_everything() { # install_everything SUM EXTRA...
     # shellcheck disable=SC2086
     extras=$(printf '%s\n' $extras | sort -u | paste -s -d ' ' -)
     if [ ! -x "$VENV/bin/python" ]; then
-        base=$(find_base_python)
+        base=$(find_base_python) || exit 1
         have=$(torch_of "$base")
         say "making $VENV with $base ($("$base" -V))${have:+, which brings torch $have}"
         rm -f "$VENV"/bin/python* # links to an interpreter that is gone
@@ -177,7 +177,7 @@ install_everything() { # install_everything SUM EXTRA...
     say "$VENV is ready: torch $(torch_of "$VENV/bin/python")"
 }
 
-# ensure_python [EXTRA...]: sets and exports PYTHON, an interpreter that can run spmd_serve (and the extras' tools).
+# ensure_python [EXTRA...]: sets PYTHON, an interpreter that can run spmd_serve (and the extras' tools).
 ensure_python() {
     if [ -n "${PYTHON:-}" ]; then
         export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
