@@ -205,7 +205,7 @@ def test_only_a_clean_drain_turns_torchruns_exit_code_into_0(
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_a_signal_reaches_the_ranks_and_not_torchrun(tmp_path: Path, number: int) -> None:
     rank = (
-        "import signal, sys, time; signal.signal(15, lambda *a: sys.exit(0)); print('up', flush=True); time.sleep(60)"
+        "import os, signal, sys, time; signal.signal(15, lambda *a: sys.exit(0)); os.write(1, b'up\\n'); time.sleep(60)"
     )
     body = f"""
 signal.signal(signal.SIGTERM, lambda *a: os._exit(9))
@@ -215,7 +215,7 @@ sys.exit(sum(rank.wait() for rank in ranks))"""
     env = {**os.environ, "PYTHON": fake_torchrun(tmp_path, body), "TMPDIR": str(tmp_path)}
     process = subprocess.Popen(["bash", "-c", code], env=env, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
-    with process.stdout:
+    with process, process.stdout:
         assert [process.stdout.readline() for _ in range(2)] == [b"up\n", b"up\n"]
         process.send_signal(number)
         assert process.wait(20) == 0
