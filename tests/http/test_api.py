@@ -362,7 +362,7 @@ def test_async_client_with_many_streams(service: FakeService) -> None:
     """128 streams and as many whole requests at once: everyone gets their own text."""
 
     async def run() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="x", max_retries=0) as client:
+        async with openai.AsyncOpenAI(base_url=f"{service.url}/v1", api_key="x", max_retries=0, timeout=120) as client:
 
             async def whole(i: int) -> None:
                 answer = await client.completions.create(
