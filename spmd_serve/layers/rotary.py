@@ -117,7 +117,5 @@ def rotate(x: Tensor, cos: Tensor, signed_sin: Tensor) -> Tensor:
     """Rotate the first d features of each head (half-split pairs). x: [tokens, heads, head_dim] -> same."""
     d = cos.shape[-1]
     part = x if d == x.shape[-1] else x[..., :d]
-    half = d // 2
-    swapped = torch.cat((part[..., half:], part[..., :half]), dim=-1)
-    rotated = torch.addcmul(part * cos, swapped, signed_sin)
+    rotated = torch.addcmul(part * cos, part.roll(d // 2, dims=-1), signed_sin)  # rolled: the halves are swapped
     return rotated if d == x.shape[-1] else torch.cat((rotated, x[..., d:]), dim=-1)
