@@ -131,7 +131,9 @@ class ControlOptions:
     control_timeout: float = option(60.0, "how long a rank waits for the others in one exchange", minimum=1.0)
     heartbeat_interval: float = option(5.0, "how often an idle rank 0 sends an empty step", minimum=0.05)
     step_timeout: float = option(60.0, "how long a step may take before the rank that hangs is named", minimum=1.0)
-    drain_timeout: float = option(20.0, "how long running requests may go on after SIGTERM", minimum=0.0)
+    drain_timeout: float = option(
+        20.0, "how long running requests may go on after SIGTERM; torchrun kills 30 s after it", minimum=0.0
+    )
     sync_latency: float = option(
         0.004, "longest wait of an arrival for pure-decode steps that skip the exchange", minimum=0.0
     )

@@ -21,7 +21,7 @@ from spmd_serve.types import Abort, Request, SamplingParams, ServiceState, StepI
 
 PROMPT = 512  # token ids in the prompt of a request that is exchanged
 REQUESTS = (0, 1, 16)
-DECODE_TOKENS = 64
+DECODE_TOKENS = 32
 SYNC_LATENCIES = (0.0, 0.004, 0.25)  # seconds: an exchange in each step, the default, amortised over many
 TURNS = 3
 

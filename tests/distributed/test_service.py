@@ -44,6 +44,7 @@ def test_idle_beyond_the_control_timeout_costs_nothing(job: Job) -> None:
     shares = {pid: (cpu_seconds(pid) - used) / idle_s for pid, used in before.items()}
     assert job.complete().status_code == 200
     assert max(shares.values()) < 0.05, shares
+    job.note("idle: largest share of a core per rank, in percent", 100 * max(shares.values()))
 
 
 def test_an_idle_service_answers_as_fast_as_a_busy_one(job: Job) -> None:
@@ -61,6 +62,8 @@ def test_an_idle_service_answers_as_fast_as_a_busy_one(job: Job) -> None:
     busy = statistics.median(first_token_s() for _ in range(9))
     running.await_end(REQUEST_TIMEOUT_S + 3)
     assert idle < busy + 0.05, (idle, busy)
+    job.note("first token when idle, ms", 1000 * idle)
+    job.note("first token when busy, ms", 1000 * busy)
 
 
 def test_deadlines_under_overload_are_rank_0s(job: Job) -> None:

@@ -162,12 +162,12 @@ class Job:
         )
         return self.processes[0].returncode
 
-    def note(self, what: str, seconds: float) -> None:
-        """Print a measured time, and append it to the file named by FAULT_TIMES."""
-        print(f"{what}: {seconds:.1f} s")
+    def note(self, what: str, value: float) -> None:
+        """Print a measurement (seconds unless `what` says otherwise), and append it to the file named by FAULT_TIMES."""
+        print(f"{what}: {value:.2f}")
         if os.environ.get("FAULT_TIMES"):
             with open(os.environ["FAULT_TIMES"], "a") as table:
-                table.write(f"{what}\t{seconds:.2f}\n")
+                table.write(f"{what}\t{value:.2f}\n")
 
     def close(self) -> None:
         for pid in self.survivors():
