@@ -41,12 +41,12 @@ MpiDefault=none
 SelectType=select/cons_tres
 SelectTypeParameters=CR_CPU
 SchedulerType=sched/backfill
-SchedulerParameters=sched_min_interval=0,batch_sched_delay=0
+SchedulerParameters=sched_min_interval=0,batch_sched_delay=0,sched_interval=1,bf_interval=1
 GresTypes=gpu
 SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmctldTimeout=10
-SlurmdTimeout=10
+SlurmdTimeout=6
 KillWait=25
 MinJobAge=300
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
