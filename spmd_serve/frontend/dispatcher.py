@@ -149,8 +149,7 @@ class Dispatcher:
             # Outputs are lost, so no request could be trusted to end: say so instead of leaving clients to wait.
             logger.exception("the frontend failed on a step's output")
             self._set_state(ServiceState.FAILED, "the HTTP frontend has failed")
-        for generation in dirty:
-            generation.wake()
+        _wake(dirty)
         self._metrics.flush_intervals(now)
         assert self._loop is not None
         # The descriptor is edge-triggered: look again until nothing is left, after the woken tasks had their turn.
@@ -245,8 +244,7 @@ class Dispatcher:
         dirty: list[Generation] = []
         for choice in list(self._choices.values()):
             self._finish(choice, Finish(choice.uid, FinishReason.ERROR, message, "shutdown"), dirty)
-        for generation in dirty:
-            generation.wake()
+        _wake(dirty)
 
     def _cut_off_stalled(self) -> None:
         """Close connections whose client has not read for too long; their work is aborted like any client's that left."""
@@ -257,6 +255,17 @@ class Dispatcher:
                 generation.connection.abort()
         assert self._loop is not None
         self._sweep = self._loop.call_later(SWEEP_INTERVAL, self._cut_off_stalled)
+
+
+def _wake(generations: list[Generation]) -> None:
+    """Wake each response; one that cannot be written must not keep the others waiting."""
+    for generation in generations:
+        try:
+            generation.wake()
+        except Exception:
+            logger.exception("a stream's events could not be made")
+            generation.error = RequestError("internal error; the server's log has it", status=500, code="internal")
+            generation.wake()
 
 
 def _queue(choice: Choice) -> None:

@@ -24,6 +24,7 @@ from spmd_serve.types import ModelInfo
 logger = logging.getLogger(__name__)
 
 HEAD_TIMEOUT = 30.0  # seconds from a connection, or a request's first byte, to its complete head
+UNREAD_LIMIT = 60.0  # seconds in which a client must read something of a finished answer
 MAX_HEAD = 64 * 1024  # bytes of request line and headers
 KEEP_ALIVE_TIMEOUT = 30  # seconds that an idle connection is kept
 
@@ -101,6 +102,18 @@ def make_protocol(max_connections: int) -> type[asyncio.Protocol]:
         def on_message_complete(self) -> None:
             self._in_head = True
             super().on_message_complete()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            self._watch_unread(None)
+
+        def _watch_unread(self, before: int | None) -> None:
+            """Cut a client that does not read the rest of its answer; one that reads, however slowly, is left alone."""
+            unread = self.transport.get_write_buffer_size()
+            if before is not None and unread >= before:
+                self.transport.abort()
+            elif unread:
+                self.loop.call_later(UNREAD_LIMIT, self._watch_unread, unread)
 
         def connection_lost(self, exc: Exception | None) -> None:
             self._stop_head_timer()

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import httpx
 import openai
 import pytest
-from support.fake_service import MODEL, FakeService
+from support.fake_service import MODEL, FakeService, bundled_tokenizer
 from support.server import wait_until
 
 from spmd_serve.config import Config, ServerOptions
@@ -170,6 +170,30 @@ def test_a_client_that_does_not_read_is_cut_off(start: Start, monkeypatch: pytes
     ended = service.metric('spmd_serve_requests_total{outcome="length"}')
     assert aborted + ended == 65
     assert aborted > 0
+
+
+def test_a_whole_answer_that_nobody_reads_is_dropped(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_server, "UNREAD_LIMIT", 0.2)
+    service = start()
+    longest = max(range(49152), key=lambda i: len(bundled_tokenizer().token_bytes(i)))
+    with contextlib.ExitStack() as stack:
+        for kind in (b"close", b"keep-alive"):
+            deaf = stack.enter_context(socket.socket())
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(address(service))
+            fields = b'{"tokens": [%b]}' % b",".join([b"%d" % longest] * 200_000)
+            head = b"POST /detokenize HTTP/1.1\r\nhost: x\r\nconnection: %b\r\ncontent-length: %d\r\n\r\n"
+            deaf.sendall(head % (kind, len(fields)) + fields)
+            deaf.settimeout(30)
+            head, _, received = deaf.recv(4096).partition(b"\r\n\r\n")
+            length = int(head.lower().partition(b"content-length: ")[2].split()[0])
+            count = len(received)
+            time.sleep(1)  # reads nothing
+            with contextlib.suppress(ConnectionResetError):
+                while piece := deaf.recv(1 << 20):
+                    count += len(piece)
+            assert length > 6_000_000  # more than the kernel's buffers hold
+            assert count < length
 
 
 def test_a_slow_reader_gets_everything_in_few_pieces(start: Start) -> None:

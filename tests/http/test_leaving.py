@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import threading
 import time
@@ -16,6 +17,7 @@ from support.fake_service import MODEL, FakeService, fake_info
 from support.server import wait_until
 
 from spmd_serve.config import Config, SchedulerOptions
+from spmd_serve.frontend.streaming import EventStream
 from spmd_serve.types import FinishReason, ServiceState
 
 LONG = {"model": MODEL, "prompt": "again ", "max_tokens": 8000, "ignore_eos": True}
@@ -266,6 +268,34 @@ def test_an_error_of_the_frontend_itself_ends_the_requests(start: Start, monkeyp
         monkeypatch.setattr("spmd_serve.frontend.generation.Choice.push", broken)
         assert b'"error"' in b"".join(pieces)
     assert service.http.get("/health").status_code == 503
+
+
+def test_one_stream_that_cannot_be_written_leaves_the_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A bug in one stream's events is that stream's error alone."""
+    service = start(step_interval=0.005)
+    take = EventStream.take
+
+    def broken(stream: EventStream) -> bytes:
+        choice = stream._generation.choices[0]
+        if choice.num_tokens > 3 and stream._generation.plan.user == "broken":
+            raise ZeroDivisionError
+        return take(stream)
+
+    monkeypatch.setattr(EventStream, "take", broken)
+    texts = {}
+
+    def ask(user: str) -> None:
+        with contextlib.suppress(httpx.RemoteProtocolError):
+            texts[user] = post(service, prompt="one two three four five", max_tokens=99, user=user, stream=True).text
+
+    threads = [threading.Thread(target=ask, args=(user,)) for user in ("broken", "whole")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(10)
+    assert texts["whole"].endswith("data: [DONE]\n\n") and '"finish_reason":"stop"' in texts["whole"]
+    assert '"finish_reason":"stop"' not in texts.get("broken", "")
+    wait_until("the broken one is gone", lambda: is_idle(service), 2)
 
 
 # ---- metrics ------------------------------------------------------------------------------------------------------
