@@ -26,6 +26,7 @@ class Job(msgspec.Struct):
         bodies: one request each, all of them streams with include_usage.
         concurrency: how many are open at once.
         api_key: sent as a Bearer token, if not empty.
+        done_line: a stream is complete with the line "data: [DONE]" only; other servers may not send it.
     """
 
     url: str
@@ -33,6 +34,7 @@ class Job(msgspec.Struct):
     bodies: list[msgspec.Raw]
     concurrency: int
     api_key: str = ""
+    done_line: bool = True
 
 
 class _Client:
@@ -88,7 +90,7 @@ class _Client:
         await writer.wait_closed()
         timings.ended.append(last - began)
         usage = tail.rfind(b'"usage":{')
-        if usage < 0 or b"data: [DONE]" not in tail:
+        if usage < 0 or (self._job.done_line and b"data: [DONE]" not in tail):
             timings.failures += 1
             timings.failure = tail[-500:].decode(errors="replace")
             return

@@ -84,7 +84,14 @@ def make_bodies(args: argparse.Namespace, count: int) -> list[msgspec.Raw]:
 
 
 def run_clients(
-    url: str, bodies: list[msgspec.Raw], *, streams: int, clients: int, api_key: str, progress: Callable[[int], None]
+    url: str,
+    bodies: list[msgspec.Raw],
+    *,
+    streams: int,
+    clients: int,
+    api_key: str,
+    progress: Callable[[int], None],
+    done_line: bool = True,
 ) -> Timings:
     """Send all bodies from `clients` processes; `progress` gets the number of events so far."""
     clients = min(clients, streams, len(bodies))
@@ -103,7 +110,7 @@ def run_clients(
     processes, readers = [], []
     for index in range(clients):
         concurrency = streams // clients + (index < streams % clients)
-        job = Job(url, "/v1/completions", bodies[index::clients], concurrency, api_key)
+        job = Job(url, "/v1/completions", bodies[index::clients], concurrency, api_key, done_line)
         process = subprocess.Popen(
             [sys.executable, "-m", "spmd_serve.bench.client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
