@@ -77,8 +77,8 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def run(llm: LLM, workload: Workload, temperature: float, seed: int) -> dict[str, Any]:
-    """One run; figures on rank 0 (times in milliseconds), nothing elsewhere. Collective."""
+def run(llm: LLM, workload: Workload, temperature: float, seed: int, rank: int) -> dict[str, Any]:
+    """One run; figures on rank 0 (times in milliseconds), nothing on the others. Collective."""
     params = [
         SamplingParams(max_tokens=output, temperature=temperature, seed=seed + i, ignore_eos=True)
         for i, (_, output) in enumerate(workload.lengths)
@@ -88,7 +88,7 @@ def run(llm: LLM, workload: Workload, temperature: float, seed: int) -> dict[str
     results = llm.generate(workload.prompts(seed), params, on_tokens=progress.add)
     wall = time.perf_counter() - began
     progress.close()
-    return report_of(workload, results, began, wall)
+    return report_of(workload, results, began, wall) if rank == 0 else {}
 
 
 def report_of(workload: Workload, results: list[Generation], began: float, wall: float) -> dict[str, Any]:
@@ -117,13 +117,13 @@ def main(argv: list[str]) -> int:
     workload = chosen_workload(args)
     llm = LLM(*engine_options)
     warmup = decode(min(8, len(workload.lengths)), 64, 8)
-    run(llm, warmup, args.temperature, seed=-1)
+    run(llm, warmup, args.temperature, 2**40, ranks.rank)
     rates = []
     for index in range(args.repeat):
-        report = run(llm, workload, args.temperature, args.seed + 1_000_003 * index)
-        rates.append(report["output_tokens_per_s"])
+        report = run(llm, workload, args.temperature, args.seed + 1_000_003 * index, ranks.rank)
         if ranks.rank > 0:
             continue
+        rates.append(report["output_tokens_per_s"])
         if args.json:
             print(json.dumps({"ranks": ranks.world_size, **report}), flush=True)
         else:
