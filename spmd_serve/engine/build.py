@@ -16,6 +16,7 @@ from spmd_serve.distributed.partition import make_partition
 from spmd_serve.engine.kv_cache import KVCache
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
 from spmd_serve.errors import ConfigError
+from spmd_serve.kernels.fp8 import FP8
 from spmd_serve.models.decoder import Decoder, DecoderContext
 from spmd_serve.models.fp8 import fp8_format
 from spmd_serve.models.model_config import ModelConfig
@@ -52,6 +53,11 @@ def pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dty
     if device.type == "cuda":
         return torch.float16 if model.dtype == "float16" else torch.bfloat16
     return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+
+
+def pick_kv_dtype(config: Config, model: ModelConfig, device: torch.device) -> torch.dtype:
+    """Of the KV pool's entries."""
+    return FP8 if config.cache.kv_dtype == "fp8" else pick_dtype(config.model.dtype, model, device)
 
 
 def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> Config:
@@ -138,9 +144,8 @@ def build_runner(
         max_model_len=options.max_model_len,
         max_batch_tokens=scheduler.max_batch_tokens,
     )
-    return ModelRunner(
-        model, context.partition, decoder, context.attention, comm, limits, folder, context.dtype, device
-    )
+    kv_dtype = pick_kv_dtype(config, model, device)
+    return ModelRunner(model, context.partition, decoder, context.attention, comm, limits, folder, kv_dtype, device)
 
 
 def count_pages(
@@ -163,7 +168,7 @@ def count_pages(
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
     )
-    dtype = pick_dtype(config.model.dtype, model, device)
+    dtype = pick_kv_dtype(config, model, device)
     per_page = KVCache.bytes_per_page(model, max(len(partition.kv_heads), 1), cache.page_size, dtype)
     memory = cache.kv_memory
     if memory is None:

@@ -69,7 +69,7 @@ class ModelRunner:
         comm: Communicator,
         limits: RunnerLimits,
         folder: Path,
-        dtype: torch.dtype,
+        kv_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
         self._model = model
@@ -78,7 +78,7 @@ class ModelRunner:
         self._attention = attention
         self._comm = comm
         self._limits = limits
-        self._dtype = dtype
+        self._kv_dtype = kv_dtype
         self._device = device
         max_pages = -(-limits.max_model_len // limits.page_size)
         self._rows = RowTable(limits.max_num_seqs, max_pages, device)
@@ -156,7 +156,7 @@ class ModelRunner:
 
     def _make_kv(self, num_pages: int) -> KVCache:
         kv_heads = len(self._partition.kv_heads)
-        return KVCache(self._model, kv_heads, num_pages, self._limits.page_size, self._dtype, self._device)
+        return KVCache(self._model, kv_heads, num_pages, self._limits.page_size, self._kv_dtype, self._device)
 
     def _admit(self, batch: ScheduledBatch) -> None:
         rows = self._rows

@@ -83,6 +83,11 @@ def fp8_linear(
     residual: Tensor | None = None,
 ) -> Tensor:
     """`kernels.linear.linear` over an FP8 weight. x, bias and residual are in the compute type."""
+    if x.is_cuda:
+        from spmd_serve.kernels.gpu import fp8 as gpu
+
+        scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
+        return gpu.fp8_linear(x, weight, bias, scale, eps, activation, residual)
     return fp8_linear_torch(x, weight, bias, norm, activation, residual)
 
 

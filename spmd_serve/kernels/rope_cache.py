@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from spmd_serve.kernels.fp8 import FP8, FP8_MAX
 from spmd_serve.kernels.norm import rms_norm_torch
 
 
@@ -26,7 +27,7 @@ def rope_and_cache(
         qkv: [tokens, (q_heads + 2 * kv_heads) * head_dim], contiguous; query heads, then keys, then values.
         positions: int64 [tokens], index into rope_table.
         locations: int64 [tokens], page * page_size + offset; -1 writes nowhere (a padding row).
-        k_cache, v_cache: [pages, page_size, kv_heads, head_dim], contiguous.
+        k_cache, v_cache: [pages, page_size, kv_heads, head_dim], contiguous; in qkv's type or FP8 (e4m3, unscaled).
         rope_table: float32 [max_len, 2, d / 2], cos then sin; the first d features of a head are rotated (half-split
             pairs). None: no rotation.
         q_scale, k_scale: [head_dim], RMSNorm of each head before the rotation; None: no norm.
@@ -64,9 +65,18 @@ def rope_and_cache_torch(
         cos, sin = rope_table[positions].unbind(dim=1)
         q, k = rotate_torch(q, cos, sin), rotate_torch(k, cos, sin)
     kept = locations >= 0
-    for cache, new in ((k_cache, k), (v_cache, v)):
-        cache.view(-1, kv_heads, head_dim)[locations[kept]] = new[kept].to(cache.dtype)
+    store(k_cache, locations[kept], k[kept])
+    store(v_cache, locations[kept], v[kept])
     return q.to(qkv.dtype).contiguous()
+
+
+def store(cache: Tensor, locations: Tensor, new: Tensor) -> None:
+    """Write [tokens, kv_heads, head_dim] into a paged cache; beyond FP8's range goes the nearest value that it has."""
+    flat = cache.view(-1, *cache.shape[2:])
+    if cache.dtype == FP8:
+        # Copied as bytes: the CPU's index_copy_ does not know the type.
+        new, flat = new.clamp(-FP8_MAX, FP8_MAX).to(FP8).view(torch.uint8), flat.view(torch.uint8)
+    flat.index_copy_(0, locations, new.to(flat.dtype))
 
 
 def rotate_torch(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import Partition
 from spmd_serve.kernels.decode_attention import Rotation
 from spmd_serve.kernels.fp8 import Fp8Format
-from spmd_serve.kernels.rope_cache import rope_and_cache
+from spmd_serve.kernels.rope_cache import rope_and_cache, store
 from spmd_serve.layers.embedding import Embedding
 from spmd_serve.layers.linear import Linear
 from spmd_serve.layers.moe import Experts, route
@@ -158,8 +158,8 @@ class Attention:
             qk = torch.cat((self.q_norm(qk[:, : self._q_heads]), self.k_norm(qk[:, self._q_heads :])), dim=1)
         if self._layer.rope is not None:
             qk = rotate(qk, *step.ropes[self._layer.rope])
-        for cache, new in ((k_cache, qk[:, self._q_heads :]), (v_cache, v)):
-            cache.view(-1, self._kv_heads, self._head_dim).index_copy_(0, step.kv_locations, new.to(cache.dtype))
+        store(k_cache, step.kv_locations, qk[:, self._q_heads :])
+        store(v_cache, step.kv_locations, v)
         return qk[:, : self._q_heads]
 
     def _cache_gpu(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:

@@ -170,11 +170,11 @@ def _decode(
         k = tl.load(
             k_cache + at[:, :, None] + dims[None, None, :],
             mask=there[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0,
-        )  # fmt: skip
+        ).to(query.dtype)  # fmt: skip
         v = tl.load(
             v_cache + at[:, None, :] + dims[None, :, None],
             mask=there[:, None, :] & (dims < HEAD_DIM)[None, :, None], other=0.0,
-        )  # fmt: skip
+        ).to(query.dtype)  # fmt: skip
         score = _capped(tl.dot(k, queries) * scale, softcap, SOFTCAP)
         score = tl.where(there[:, :, None], score, float("-inf"))
         new_top = tl.maximum(top, tl.max(score, axis=1))

@@ -130,16 +130,17 @@ def mma(
 
 def gemv(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, eps: float, activation: str | None,
-    residual: Tensor | None, config: GemvConfig,
+    residual: Tensor | None, config: GemvConfig, weight_scales: Tensor | None = None, scale_block: int | None = None,
 ) -> Tensor:  # fmt: skip
-    """`linear` for one token."""
+    """`linear` for one token. With weight_scales, the weight is FP8: see kernels/fp8.py."""
     out_features, in_features = weight.shape
     gated = activation is not None
     features = out_features // 2 if gated else out_features
     out = residual if residual is not None else torch.empty((1, features), dtype=x.dtype, device=x.device)
     _gemv[(triton.cdiv(features, config.rows),)](
-        x, weight, out, bias, scale, features, in_features, eps,
+        x, weight, out, bias, scale, weight_scales, features, in_features, eps,
         ROWS=config.rows, BLOCK=config.block, STEPS=triton.cdiv(in_features, config.block), STATIC=config.static,
+        SCALE_BLOCK=scale_block or 0,
         EVEN_N=features % config.rows == 0, EVEN_K=in_features % config.block == 0,
         ACTIVATION=activation, ADD=residual is not None, num_warps=config.warps, **launch_options(1),
     )  # fmt: skip
@@ -159,6 +160,16 @@ def _tile(w, rows, start, lanes, n, k, EVEN_N: tl.constexpr, EVEN_K: tl.constexp
 
 
 @triton.jit
+def _scaled(tile, w_scales, rows, columns, n, k, SCALE_BLOCK: tl.constexpr):
+    """A tile in float32, times its blocks' scales if it has such; n: all rows."""
+    value = tile.to(tl.float32)
+    if SCALE_BLOCK > 0:
+        at = w_scales + rows[:, None] * tl.cdiv(k, SCALE_BLOCK) + (columns // SCALE_BLOCK)[None, :]
+        value *= tl.load(at, mask=(rows < n)[:, None] & (columns < k)[None, :], other=0.0)
+    return value
+
+
+@triton.jit
 def _input(x, scale, columns, k, EVEN_K: tl.constexpr):
     """x and x * scale at `columns`, float32."""
     if EVEN_K:
@@ -173,9 +184,9 @@ def _input(x, scale, columns, k, EVEN_K: tl.constexpr):
 
 @triton.jit
 def _gemv(
-    x, w, out, bias, scale, n, k, eps,
-    ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, STATIC: tl.constexpr, EVEN_N: tl.constexpr,
-    EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
+    x, w, out, bias, scale, w_scales, n, k, eps,
+    ROWS: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, STATIC: tl.constexpr, SCALE_BLOCK: tl.constexpr,
+    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, ACTIVATION: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     lanes = tl.arange(0, BLOCK)
@@ -204,9 +215,10 @@ def _gemv(
         for step in tl.static_range(STEPS):
             value, scaled = _input(x, scale, step * BLOCK + lanes, k, EVEN_K)
             squares += value * value
-            acc += tiles[step].to(tl.float32) * scaled[None, :]
+            at = step * BLOCK + lanes
+            acc += _scaled(tiles[step], w_scales, rows, at, n, k, SCALE_BLOCK) * scaled[None, :]
             if GATED:
-                acc_up += tiles_up[step].to(tl.float32) * scaled[None, :]
+                acc_up += _scaled(tiles_up[step], w_scales, n + rows, at, 2 * n, k, SCALE_BLOCK) * scaled[None, :]
     else:
         # The next step's tile is always on its way while this one is used.
         tile = _tile(w, rows, 0, lanes, n, k, EVEN_N, EVEN_K)
@@ -224,11 +236,17 @@ def _gemv(
                 tile_up = _tile(up, rows, following, lanes, n, k, EVEN_N, EVEN_K)
             value, scaled = _input(x, scale, step * BLOCK + lanes, k, EVEN_K)
             squares += value * value
-            acc += now.to(tl.float32) * scaled[None, :]
+            at = step * BLOCK + lanes
+            acc += _scaled(now, w_scales, rows, at, n, k, SCALE_BLOCK) * scaled[None, :]
             if GATED:
-                acc_up += now_up.to(tl.float32) * scaled[None, :]
+                acc_up += _scaled(now_up, w_scales, n + rows, at, 2 * n, k, SCALE_BLOCK) * scaled[None, :]
     result = tl.sum(acc, axis=1)
     result_up = tl.sum(acc_up, axis=1)
+    if w_scales is not None:
+        if SCALE_BLOCK == 0:
+            result *= tl.load(w_scales + rows, mask=inside, other=0.0)
+            if GATED:
+                result_up *= tl.load(w_scales + n + rows, mask=inside, other=0.0)
     if scale is not None:
         inverse = tl.rsqrt(tl.sum(squares, axis=0) / k + eps)
         result *= inverse
