@@ -44,16 +44,20 @@ def client(box: dict[str, str]) -> openai.OpenAI:
     return openai.OpenAI(base_url=box["URL"], api_key=key, max_retries=0, timeout=60)
 
 
+def answer(box: dict[str, str]) -> str:
+    """The text for CASE."""
+    with client(box) as own:
+        return ask(own, CASE).text
+
+
 def wait_text(box: dict[str, str], text: str, seconds: float) -> float:
     """Until the service answers (again); the answer must be right. Returns the seconds that it took."""
 
     def answers() -> bool:
         try:
-            answer = ask(client(box), CASE)
+            return answer(box) == text
         except (openai.APIConnectionError, openai.InternalServerError):  # not there, or 503: not ready
             return False
-        assert answer.text == text
-        return True
 
     return wait_until("the service answers", answers, seconds, 0.2)
 
@@ -76,16 +80,17 @@ class Stream:
     def _read(self) -> None:
         try:
             case = Case("Once upon a time", self.tokens)
-            for chunk in create(client(self.box), case, stream=True, extra_body={"ignore_eos": True}):
-                self.chunks += 1
-                self.finish_reason = chunk.choices[0].finish_reason or self.finish_reason
+            with client(self.box) as own:
+                for chunk in create(own, case, stream=True, extra_body={"ignore_eos": True}):
+                    self.chunks += 1
+                    self.finish_reason = chunk.choices[0].finish_reason or self.finish_reason
         except openai.OpenAIError as error:
             self.error = error
 
 
 def test_two_nodes_with_two_ranks_serve_what_the_box_says(job: Job, text: str) -> None:
     box = job.wait_ready()
-    assert ask(client(box), CASE).text == text
+    assert answer(box) == text
     curl = subprocess.run(box["try"], shell=True, capture_output=True, text=True, timeout=30)
     assert "Paris" in curl.stdout, curl.stderr
 
@@ -98,8 +103,9 @@ def test_two_nodes_with_two_ranks_serve_what_the_box_says(job: Job, text: str) -
     key_file = Path(box["API key"].split()[1])
     assert key_file.stat().st_mode & 0o077 == 0, "the key is for its owner alone"
     assert key_file.read_text().strip() not in job.log
-    with pytest.raises(openai.AuthenticationError):
-        ask(openai.OpenAI(base_url=box["URL"], api_key="wrong", max_retries=0), CASE)
+    wrong = openai.OpenAI(base_url=box["URL"], api_key="wrong", max_retries=0)
+    with wrong, pytest.raises(openai.AuthenticationError):
+        ask(wrong, CASE)
 
 
 def test_a_killed_rank_is_replaced(job: Job, text: str, record_property: pytest.RecordProperty) -> None:
@@ -126,7 +132,7 @@ def test_a_lost_node_requeues_the_job(cluster: Cluster, job: Job, text: str) -> 
     again = job.wait_ready(times=2)
     assert again["URL"] == box["URL"]
     assert again["API key"] == box["API key"]
-    assert ask(client(again), CASE).text == text
+    assert answer(again) == text
     assert job.field("Restarts") == "1"
 
 
