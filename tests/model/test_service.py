@@ -22,9 +22,19 @@ VOCAB = 49152
 ENDLESS: dict[str, Any] = {"model": MODEL, "max_tokens": 4000, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
+CAPITAL = Case("The capital of France is")
+STREAMED = (Case("Once upon a time", 12), Case((("user", "Count to five."),), 12))
+SHORT = Case("Water boils at a temperature of", 4)
+DRAINED = Case("Once upon a time there was a fox who", 24)
+
+
 @pytest.fixture(scope="module")
-def server(start_server: Callable[..., Server]) -> Server:
-    return start_server("--dtype", "float32", ranks=2)
+def server(start_server: Callable[..., Server], answers: Answers) -> Server:
+    return start_server(
+        *("--dtype", "float32", "--max-batch-tokens", "128", "--threads", "1"),
+        ranks=2,
+        meanwhile=lambda: answers.prepare([CAPITAL, *STREAMED, SHORT, DRAINED]),
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +44,7 @@ def client(server: Server) -> openai.OpenAI:
 
 def serves(client: openai.OpenAI, answers: Answers) -> bool:
     """The next request is answered, and rightly."""
-    case = Case("The capital of France is")
-    return ask(client, case) == answers[case]
+    return ask(client, CAPITAL) == answers[CAPITAL]
 
 
 # ---- prompts and usage --------------------------------------------------------------------------------------------
@@ -56,9 +65,7 @@ def test_a_chat_has_the_special_tokens_of_its_template_once(
     assert create(client, text).usage.prompt_tokens == len(reference.prompt_ids(text))
 
 
-@pytest.mark.parametrize(
-    "case", [Case("Once upon a time", 12), Case((("user", "Count to five."),), 12)], ids=["text", "chat"]
-)
+@pytest.mark.parametrize("case", STREAMED, ids=["text", "chat"])
 def test_a_stream_has_the_text_and_the_usage_of_the_whole_answer(
     client: openai.OpenAI, answers: Answers, case: Case
 ) -> None:
@@ -221,8 +228,6 @@ def test_metrics_after_everything_was_aborted(server: Server, client: openai.Ope
 
 def test_a_short_prompt_does_not_wait_for_a_long_one(server: Server, client: openai.OpenAI, answers: Answers) -> None:
     """Head of line: the whole answer to a short prompt comes before the first token of 4,000 tokens sent earlier."""
-    short = Case("Water boils at a temperature of", 4)
-    expected = answers[short]
     long_prompt = [1000 + i % 30_000 for i in range(4000)]
 
     async def race() -> tuple[Any, bool]:
@@ -231,13 +236,13 @@ def test_a_short_prompt_does_not_wait_for_a_long_one(server: Server, client: ope
             long_answer = asyncio.ensure_future(long)
             while server.metrics()["requests_running"] == 0:
                 await asyncio.sleep(0.01)
-            answer = await create(clients, short)
+            answer = await create(clients, SHORT)
             was_first = long_answer.done()
             long_answer.cancel()
             return answer, was_first
 
     answer, long_one_was_first = asyncio.run(race())
-    assert to_answer(answer) == expected
+    assert to_answer(answer) == answers[SHORT]
     assert not long_one_was_first
     server.wait_idle()
 
@@ -299,10 +304,8 @@ def test_an_idle_server_costs_nothing(server: Server) -> None:
 
 def test_sigterm_to_torchrun_mid_stream(server: Server, client: openai.OpenAI, answers: Answers) -> None:
     """The stream goes on to its end, new requests are sent away, all ranks end cleanly. The module's last test."""
-    case = Case("Once upon a time there was a fox who", 24)
-    expected = answers[case]
     parts = []
-    with create(client, case, stream=True) as stream:
+    with create(client, DRAINED, stream=True) as stream:
         chunks = iter(stream)
         parts.append(next(chunks))
         server.begin_stop(rank=None)
@@ -310,6 +313,6 @@ def test_sigterm_to_torchrun_mid_stream(server: Server, client: openai.OpenAI, a
         refused = server.http.post("/v1/completions", json={"prompt": "x"})
         assert refused.status_code == 503 and int(refused.headers["retry-after"]) >= 1
         parts += chunks
-    assert "".join(part.choices[0].text for part in parts if part.choices) == expected.text
-    assert parts[-1].choices[0].finish_reason == expected.finish_reason
+    assert "".join(part.choices[0].text for part in parts if part.choices) == answers[DRAINED].text
+    assert parts[-1].choices[0].finish_reason == answers[DRAINED].finish_reason
     server.stop()

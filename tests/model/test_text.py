@@ -17,9 +17,12 @@ def server(
     request: pytest.FixtureRequest, answers: Answers, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     """9 query heads and 3 KV heads on 1, 2, 3 and 4 ranks. A step computes 128 tokens at most."""
-    answers.prepare([*SOLO, *OTHERS, *SEEDED])
-    options = ("--dtype", "float32", "--max-batch-tokens", "128")
-    with serving(tmp_path_factory.mktemp("server"), *options, ranks=request.param) as server:
+    with serving(
+        tmp_path_factory.mktemp("server"),
+        *("--dtype", "float32", "--max-batch-tokens", "128", "--threads", "1"),
+        ranks=request.param,
+        meanwhile=lambda: answers.prepare([*SOLO, *OTHERS, *SEEDED]),
+    ) as server:
         yield server
 
 

@@ -68,14 +68,11 @@ class Server:
     # ---- start -------------------------------------------------------------------------------------------------------
 
     def wait_ready(self, timeout_s: float = READY_S) -> Server:
-        """Until it serves; kills it and fails with its log if it does not."""
+        """Until it serves; fails with its log if it does not."""
         try:
             wait_until("the server is ready", self._ready_or_gone, timeout_s)
         except AssertionError as late:
             raise AssertionError(f"{late}\n{self.log_tail()}") from None
-        finally:
-            if not self._address_file.exists():
-                self.kill()
         if self.process.poll() is not None:
             raise AssertionError(f"the server ended with {self.process.returncode} while starting\n{self.log_tail()}")
         self.url = self._address_file.read_text().strip()
@@ -180,12 +177,21 @@ class Server:
 
 @contextlib.contextmanager
 def serving(
-    folder: Path, *options: str, ranks: int = 2, environment: Mapping[str, str] | None = None
+    folder: Path,
+    *options: str,
+    ranks: int = 2,
+    environment: Mapping[str, str] | None = None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> Iterator[Server]:
-    """A ready server for the length of a with block, which checks that it ends cleanly."""
-    server = Server(folder, *options, ranks=ranks, environment=environment).wait_ready()
+    """A ready server for the length of a with block, which checks that it ends cleanly.
+
+    Args:
+        meanwhile: called while the server starts.
+    """
+    server = Server(folder, *options, ranks=ranks, environment=environment)
     try:
-        yield server
+        meanwhile()
+        yield server.wait_ready()
         server.stop()
     finally:
         server.close()
