@@ -52,7 +52,7 @@ def make_plan(config: Config, ranks: RankInfo) -> Plan:
 def assemble(plan: Plan, ranks: RankInfo) -> Assembly:
     """Load the weights, size and allocate the KV pool, capture graphs. Collective."""
     config, model = plan.config, plan.model
-    comm = Communicator.create(ranks, plan.device)
+    comm = Communicator.create(ranks, plan.device, config.control.control_timeout)
     runner = build_runner(config, model, plan.folder, comm, plan.device)
     num_pages = count_pages(config, model, runner, comm, plan.device)
     runner.allocate(num_pages, cuda_graphs=config.engine.cuda_graphs)

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_serve.distributed.host_memory import HostMemory
 from spmd_serve.distributed.ranks import RankInfo
 from spmd_serve.distributed.symmetric import SymmetricAllReduce
 
@@ -34,16 +35,26 @@ class Communicator:
         self.world_size = world_size
         self._group = group
         self._symmetric: SymmetricAllReduce | None = None
+        self._host_memory: HostMemory | None = None
 
     @classmethod
-    def create(cls, ranks: RankInfo, device: torch.device) -> Communicator:
-        """Join a new group over all ranks: NCCL for CUDA tensors, gloo for CPU tensors. Collective."""
+    def create(cls, ranks: RankInfo, device: torch.device, timeout_s: float = 60.0) -> Communicator:
+        """Join a new group over all ranks. Collective.
+
+        CUDA tensors go through NCCL; CPU tensors through memory that the ranks share, or gloo with several hosts.
+
+        Args:
+            timeout_s: how long a rank may wait for another one in the shared memory.
+        """
         if ranks.world_size == 1:
             return cls()
         backend = "nccl" if device.type == "cuda" else "gloo"
         device_id = device if device.type == "cuda" else None
         group = dist.new_group(backend=backend, device_id=device_id)
-        return cls(ranks.rank, ranks.world_size, group, one_host=ranks.one_host)
+        comm = cls(ranks.rank, ranks.world_size, group, one_host=ranks.one_host)
+        if device.type == "cpu" and ranks.one_host:
+            comm._host_memory = HostMemory.create(group, timeout_s)
+        return comm
 
     def use_symmetric_memory(self, dtype: torch.dtype, device: torch.device) -> None:
         """From now on sum tensors of `dtype` over the GPUs' mapped memory where that is faster. One host only. Collective."""
@@ -62,6 +73,8 @@ class Communicator:
             return tensor
         if self._symmetric is not None:
             return self._symmetric(tensor)
+        if self._host_memory is not None:
+            return self._host_memory.all_reduce_(tensor.contiguous())
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
@@ -69,6 +82,8 @@ class Communicator:
         """[...] on every rank -> [world_size, ...], rank order. Shapes must be equal. Collective."""
         if self.world_size == 1:
             return tensor.unsqueeze(0)
+        if self._host_memory is not None:
+            return self._host_memory.all_gather(tensor)
         out = tensor.new_empty(self.world_size * tensor.numel())
         _all_gather(out, tensor.contiguous().view(-1), group=self._group)
         return out.view(self.world_size, *tensor.shape)
