@@ -1,7 +1,7 @@
 """Attention in plain torch: the CPU backend and the reference for the others.
 
 Decoding rows are gathered from their pages and attended together; rows of very different lengths are cut into groups so
-that the padding stays below the work. A prefill chunk is one call each.
+that the padding stays below the work. A prefill chunk is one call each. Pages that lie side by side are read in place.
 """
 
 from __future__ import annotations
@@ -15,13 +15,15 @@ from torch.nn import functional as F
 from spmd_serve.attention.base import AttentionBatch, AttentionSpec, ChunkSpan
 from spmd_serve.kernels.decode_attention import Rotation
 
+Pages = slice | Tensor  # a row's pages if they lie side by side, else int64 indices
+
 
 @dataclass
 class _DecodeGroup:
     """Decoding rows `rows` (None: all of them) padded to the same number of pages."""
 
     rows: Tensor | None
-    pages: Tensor  # int64 [rows, pages]
+    pages: Pages  # of [rows, pages]
     lengths: Tensor  # int64 [rows]
     masks: dict[tuple[int | None, torch.dtype], Tensor] = field(default_factory=dict)
 
@@ -29,7 +31,7 @@ class _DecodeGroup:
 @dataclass
 class _Chunk:
     span: ChunkSpan
-    pages: Tensor  # int64 [pages]
+    pages: Pages
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
 
 
@@ -47,7 +49,7 @@ class TorchAttention:
         self._num_decodes = batch.num_decodes
         self._groups = _group_decodes(batch)
         device = batch.page_table.device
-        self._chunks = [_Chunk(span, torch.tensor(span.pages, device=device)) for span in batch.chunks]
+        self._chunks = [_Chunk(span, _side_by_side(torch.tensor(span.pages, device=device))) for span in batch.chunks]
 
     def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
         if len(self._groups) == 1 and not self._chunks:
@@ -77,7 +79,7 @@ def _group_decodes(batch: AttentionBatch) -> list[_DecodeGroup]:
     slots = batch.decode_slots
     if max(needed) <= 2 * max(min(needed), 16):
         table = batch.page_table[slots, : max(needed)].long()
-        return [_DecodeGroup(None, table, batch.decode_lengths)]
+        return [_DecodeGroup(None, _side_by_side(table), batch.decode_lengths)]
     order = sorted(range(len(lengths)), key=needed.__getitem__)
     groups: list[list[int]] = []
     for row in order:
@@ -88,51 +90,69 @@ def _group_decodes(batch: AttentionBatch) -> list[_DecodeGroup]:
     for members in groups:
         rows = torch.tensor(members, device=slots.device)
         table = batch.page_table[slots[rows], : needed[members[-1]]].long()
-        out.append(_DecodeGroup(rows, table, batch.decode_lengths[rows]))
+        out.append(_DecodeGroup(rows, _side_by_side(table), batch.decode_lengths[rows]))
     return out
+
+
+def _side_by_side(pages: Tensor) -> Pages:
+    """pages: int64, [pages] of one row or [rows, pages]."""
+    if pages.device.type != "cpu" or (pages.dim() == 2 and pages.shape[0] > 1):
+        return pages  # looking would wait for another device
+    indices = pages.view(-1)
+    first = int(indices[0])
+    whole = slice(first, first + len(indices))
+    return whole if torch.equal(indices, torch.arange(whole.start, whole.stop)) else pages
 
 
 def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _DecodeGroup, spec: AttentionSpec) -> Tensor:
     """q: [rows, q_heads, head_dim]. The query heads of a KV head are treated as its query positions."""
     rows, q_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
+    k = _gather(k_cache, group.pages, q.dtype, rows)
+    v = _gather(v_cache, group.pages, q.dtype, rows)
     key = (spec.window, q.dtype)
     if key not in group.masks:
-        positions = torch.arange(group.pages.shape[1] * k_cache.shape[1], device=q.device)
+        positions = torch.arange(k.shape[2], device=q.device)
         hidden = positions[None, :] >= group.lengths[:, None]
         if spec.window is not None:
             hidden |= positions[None, :] < group.lengths[:, None] - spec.window
         mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
         group.masks[key] = mask[:, None, None, :]
-    k = _gather(k_cache, group.pages, q.dtype).view(rows, -1, kv_heads, head_dim).transpose(1, 2)
-    v = _gather(v_cache, group.pages, q.dtype).view(rows, -1, kv_heads, head_dim).transpose(1, 2)
     grouped = q.view(rows, kv_heads, q_heads // kv_heads, head_dim)
     return _sdpa(grouped, k, v, group.masks[key], False, spec).reshape(rows, q_heads, head_dim)
 
 
 def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: _Chunk, spec: AttentionSpec) -> Tensor:
     """q: [length, q_heads, head_dim] of one chunk."""
-    length, q_heads, head_dim = q.shape
+    length, q_heads, _ = q.shape
     kv_heads = k_cache.shape[2]
     end = chunk.span.start + length
     if spec.window not in chunk.masks:
         chunk.masks[spec.window] = _causal_mask(chunk.span.start, length, spec.window, q.device)
     mask = chunk.masks[spec.window]
-    k = _gather(k_cache, chunk.pages, q.dtype).view(-1, kv_heads, head_dim)[:end].transpose(0, 1)
-    v = _gather(v_cache, chunk.pages, q.dtype).view(-1, kv_heads, head_dim)[:end].transpose(0, 1)
+    k = _gather(k_cache, chunk.pages, q.dtype, 1)[:, :, :end]
+    v = _gather(v_cache, chunk.pages, q.dtype, 1)[:, :, :end]
     if kv_heads != q_heads:
-        k = k.repeat_interleave(q_heads // kv_heads, dim=0)
-        v = v.repeat_interleave(q_heads // kv_heads, dim=0)
-    out = _sdpa(q.transpose(0, 1)[None], k[None], v[None], mask, mask is None, spec)
+        k = k.repeat_interleave(q_heads // kv_heads, dim=1)
+        v = v.repeat_interleave(q_heads // kv_heads, dim=1)
+    out = _sdpa(q.transpose(0, 1)[None], k, v, mask, mask is None, spec)
     return out[0].transpose(0, 1)
 
 
-def _gather(cache: Tensor, pages: Tensor, dtype: torch.dtype) -> Tensor:
-    """The pages' entries, [number of pages, page_size * kv_heads * head_dim] in `dtype`. pages: int64, any shape.
+def _gather(cache: Tensor, pages: Pages, dtype: torch.dtype, rows: int) -> Tensor:
+    """The pages' entries, [rows, kv_heads, entries of a row, head_dim] in `dtype`.
 
     index_select copies a page at a time; indexing goes entry by entry, which takes the CPU three times as long.
     """
-    return cache.view(cache.shape[0], -1).index_select(0, pages.view(-1)).to(dtype)
+    _, page_size, kv_heads, head_dim = cache.shape
+    if isinstance(pages, slice):  # of one row; one view instead of three, since their time is felt
+        entry, first = kv_heads * head_dim, cache.storage_offset() + pages.start * cache.stride(0)
+        shape = (1, kv_heads, (pages.stop - pages.start) * page_size, head_dim)
+        found = cache.as_strided(shape, (shape[2] * entry, head_dim, entry, 1), first)
+    else:
+        flat = cache.view(cache.shape[0], -1).index_select(0, pages.view(-1))
+        found = flat.view(rows, -1, kv_heads, head_dim).transpose(1, 2)
+    return found if found.dtype == dtype else found.to(dtype)
 
 
 def _causal_mask(start: int, length: int, window: int | None, device: torch.device) -> Tensor | None:

@@ -17,6 +17,7 @@ from spmd_serve.engine.kv_cache import KVCache
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
 from spmd_serve.errors import ConfigError
 from spmd_serve.kernels.fp8 import FP8
+from spmd_serve.kernels.packed import activation_dtype, is_fast
 from spmd_serve.models.decoder import Decoder, DecoderContext
 from spmd_serve.models.fp8 import fp8_format
 from spmd_serve.models.model_config import ModelConfig
@@ -47,17 +48,18 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """auto is the checkpoint's type on a GPU; on a CPU bfloat16 where the CPU multiplies it natively, else float32."""
+    """Of the weights. auto is the checkpoint's 16-bit type where the device is fast with it, else float32."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
-    if device.type == "cuda":
-        return torch.float16 if model.dtype == "float16" else torch.bfloat16
-    return torch.bfloat16 if torch.cpu._is_avx512_bf16_supported() else torch.float32
+    dtype = torch.float16 if model.dtype == "float16" else torch.bfloat16
+    return dtype if device.type == "cuda" or is_fast(dtype) else torch.float32
 
 
 def pick_kv_dtype(config: Config, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Of the KV pool's entries."""
-    return FP8 if config.cache.kv_dtype == "fp8" else pick_dtype(config.model.dtype, model, device)
+    """Of the KV pool's entries: as attention computes, so that nothing is converted, or FP8."""
+    if config.cache.kv_dtype == "fp8":
+        return FP8
+    return activation_dtype(pick_dtype(config.model.dtype, model, device), device)
 
 
 def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> Config:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 
 from spmd_serve.kernels.activation import gated_activation
 from spmd_serve.kernels.norm import rms_norm
-from spmd_serve.kernels.packed import packed_linear
+from spmd_serve.kernels.packed import CpuWeight, HalfWeight, packed_linear
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Norm:
 
 def linear(
     x: Tensor,
-    weight: Tensor,
+    weight: CpuWeight,
     *,
     bias: Tensor | None = None,
     norm: Norm | None = None,
@@ -38,8 +38,8 @@ def linear(
     """residual + activation(norm(x) @ weight.T + bias), where each of the four may be left out.
 
     Args:
-        x: [tokens, in], rows may be strided. dtypes of all tensors are equal.
-        weight: [out, in], contiguous, or packed (kernels/packed.py).
+        x: [tokens, in], rows may be strided. dtypes of all tensors are equal, but for packed weights and a bias on a CPU.
+        weight: [out, in], contiguous, or what kernels/packed.py makes of it on a CPU.
         bias: [out].
         activation: silu or gelu_tanh: the gated one, act(gate) * up; the first half of weight's rows is the gate.
         residual: [tokens, out], contiguous; updated in place and returned. Not together with activation.
@@ -52,6 +52,7 @@ def linear(
         from spmd_serve.kernels.gpu import linear as gpu
 
         scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
+        assert isinstance(weight, Tensor)
         fused = gpu.skinny_linear(x, weight, bias, scale, eps, activation, residual)
         if fused is not None:
             return fused
@@ -60,7 +61,7 @@ def linear(
 
 def linear_torch(
     x: Tensor,
-    weight: Tensor,
+    weight: CpuWeight,
     bias: Tensor | None,
     norm: Norm | None,
     activation: str | None,
@@ -69,7 +70,9 @@ def linear_torch(
     """`linear` by the matrix library: the path for many tokens, and the reference."""
     if norm is not None:
         x = rms_norm(x, norm.scale, norm.eps)
-    if weight.is_mkldnn:
+    if bias is not None:
+        bias = bias.to(x.dtype)
+    if isinstance(weight, HalfWeight) or weight.is_mkldnn:
         out = packed_linear(x, weight, bias)
     elif residual is not None and bias is None:
         return residual.addmm_(x, weight.t())

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from spmd_serve.kernels.fp8 import Fp8Format, Fp8Weight, fp8_linear
 from spmd_serve.kernels.linear import Norm, linear
-from spmd_serve.kernels.packed import pack
+from spmd_serve.kernels.packed import CpuWeight, pack
 from spmd_serve.layers.norm import RMSNorm
 
 
@@ -30,6 +30,7 @@ class Linear:
         fp8: Fp8Format | None = None,
     ) -> None:
         self.weight: Tensor | Fp8Weight
+        self._packed: CpuWeight | None = None
         if fp8 is None:
             self.weight = torch.zeros(out_features, in_features, dtype=dtype, device=device)
         else:
@@ -37,9 +38,10 @@ class Linear:
         self.bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
 
     def pack(self) -> None:
-        """Bring the loaded weight into the order that is fastest here; `weight` is not to be read or written any more."""
+        """Bring the loaded weight into the form that is fastest here; `weight` is gone then."""
         if isinstance(self.weight, Tensor):
-            self.weight = pack(self.weight)
+            self._packed = pack(self.weight)
+            self.weight = self.weight.new_empty(0)
 
     def __call__(
         self,
@@ -57,4 +59,5 @@ class Linear:
         before = None if norm is None else Norm(norm.scale, norm.eps)
         if isinstance(self.weight, Fp8Weight):
             return fp8_linear(x, self.weight, bias=self.bias, norm=before, activation=activation, residual=residual)
-        return linear(x, self.weight, bias=self.bias, norm=before, activation=activation, residual=residual)
+        weight = self.weight if self._packed is None else self._packed
+        return linear(x, weight, bias=self.bias, norm=before, activation=activation, residual=residual)

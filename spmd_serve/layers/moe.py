@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from spmd_serve.kernels.activation import gated_activation
+from spmd_serve.kernels.linear import linear
+from spmd_serve.kernels.packed import CpuWeight, pack
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -42,6 +44,13 @@ class Experts:
         self._activation = activation
         self.gate_up = torch.zeros(len(owned), 2 * width, hidden, dtype=dtype, device=device)
         self.down = torch.zeros(len(owned), hidden, width, dtype=dtype, device=device)
+        self._packed: list[tuple[CpuWeight, CpuWeight]] = []
+
+    def pack(self) -> None:
+        """On a CPU: bring the loaded weights into the form that is fastest; gate_up and down are gone then."""
+        if self.gate_up.device.type == "cpu":
+            self._packed = [(pack(up), pack(down)) for up, down in zip(self.gate_up, self.down, strict=True)]
+            self.gate_up, self.down = self.gate_up.new_empty(0), self.down.new_empty(0)
 
     def __call__(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:
         """x: [tokens, hidden]; weights and experts from `route` -> this rank's partial sum, [tokens, hidden]."""
@@ -57,9 +66,10 @@ class Experts:
                 continue
             local = expert - self._owned.start
             rows, choices = (experts == expert).nonzero(as_tuple=True)
-            hidden = gated_activation(F.linear(x[rows], self.gate_up[local]), self._activation)
+            gate_up, down = self._packed[local] if self._packed else (self.gate_up[local], self.down[local])
+            hidden = linear(x[rows], gate_up, activation=self._activation)
             weight = weights[rows, choices, None].to(x.dtype)
-            out.index_add_(0, rows, F.linear(hidden, self.down[local]) * weight)
+            out.index_add_(0, rows, linear(hidden, down) * weight)
         return out
 
     def _grouped(self, x: Tensor, weights: Tensor, experts: Tensor) -> Tensor:

@@ -17,6 +17,7 @@ from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import Partition
 from spmd_serve.kernels.decode_attention import Rotation
 from spmd_serve.kernels.fp8 import Fp8Format
+from spmd_serve.kernels.packed import activation_dtype
 from spmd_serve.kernels.rope_cache import rope_and_cache, store
 from spmd_serve.layers.embedding import Embedding
 from spmd_serve.layers.linear import Linear
@@ -38,9 +39,14 @@ class DecoderContext:
     partition: Partition
     comm: Communicator
     attention: AttentionBackend
-    dtype: torch.dtype
+    dtype: torch.dtype  # of weights
     device: torch.device
     fp8: Fp8Format | None = None  # of the layers' linear weights
+
+    @property
+    def activations(self) -> torch.dtype:
+        """What is computed in: `dtype`, or float32 on a CPU that has no arithmetic for it."""
+        return activation_dtype(self.dtype, self.device)
 
     def linear(self, in_features: int, out_features: int, *, bias: bool = False) -> Linear:
         return Linear(in_features, out_features, dtype=self.dtype, device=self.device, bias=bias, fp8=self.fp8)
@@ -51,7 +57,7 @@ class DecoderContext:
 
     def norm(self, size: int) -> RMSNorm:
         model = self.model
-        return RMSNorm(size, eps=model.norm_eps, offset=model.norm_offset, dtype=self.dtype, device=self.device)
+        return RMSNorm(size, eps=model.norm_eps, offset=model.norm_offset, dtype=self.activations, device=self.device)
 
     def heads_norm(self) -> HeadsNorm:
         model, part = self.model, self.partition
@@ -62,7 +68,7 @@ class DecoderContext:
             model.head_dim,
             eps=model.norm_eps,
             comm=self.comm,
-            dtype=self.dtype,
+            dtype=self.activations,
             device=self.device,
         )
 
@@ -289,6 +295,7 @@ class MoE:
 
     def pack(self) -> None:
         self.router.pack()
+        self.experts.pack()
 
     def pieces(self) -> Iterator[WeightPiece]:
         """Experts of other ranks have empty targets: nothing is read of them, but they must be in the checkpoint."""
@@ -388,9 +395,9 @@ class Decoder:
         The attention backend must have planned the step. Collective.
         """
         tables = () if positions.is_cuda else self._rope_tables
-        ropes = tuple(rope_factors(table, positions, self._ctx.dtype) for table in tables)
+        ropes = tuple(rope_factors(table, positions, self._ctx.activations) for table in tables)
         step = StepTensors(positions, kv_locations, ropes, num_decodes)
-        x = self.embedding(tokens)
+        x = self.embedding(tokens).to(self._ctx.activations)
         if self._ctx.model.embed_scale != 1.0:
             x = x * self._embed_scale
         if self.layers[0].can_accumulate:

@@ -60,12 +60,47 @@ def test_a_rank_that_owns_nothing(shape: tuple[int, int]) -> None:
     assert torch.equal(layer(random(2, shape[1])), torch.zeros(2, shape[0]))
 
 
-def test_types_and_builds_without_packing_stay_plain(monkeypatch: pytest.MonkeyPatch) -> None:
-    half = random(8, 8).half()
-    assert packed.pack(half) is half
+@pytest.fixture
+def no_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU like most: it computes in float32 only."""
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: False)
+
+
+@x86
+@pytest.mark.usefixtures("no_bfloat16")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("tokens", [0, 1, 2, 33])
+def test_sixteen_bit_weights_where_the_cpu_computes_in_float32(dtype: torch.dtype, tokens: int) -> None:
+    assert packed.is_fast(dtype)
+    assert packed.activation_dtype(dtype, CPU) == torch.float32
+    x, weight, bias = random(tokens, 576), random(211, 576).to(dtype), random(211).to(dtype)
+    weight[:7] *= 1e-5  # bfloat16 goes below what float16 has
+    half = packed.pack(weight)
+    assert isinstance(half, packed.HalfWeight)
+    exact = F.linear(x, weight.float())
+    for found, expected in (
+        (linear(x, half), exact),
+        (linear(x, half, bias=bias), exact + bias),
+        (linear(x, half, residual=bias.float().expand(tokens, -1).clone()), exact + bias),
+    ):
+        assert_close(found, expected)
+
+
+@x86
+@pytest.mark.usefixtures("no_bfloat16")
+def test_weights_that_float16_does_not_hold_are_widened() -> None:
+    x, weight = random(3, 48), random(80, 48).bfloat16()
+    weight[3, 3] = 1e5
+    wide = packed.pack(weight)
+    assert isinstance(wide, Tensor)
+    torch.testing.assert_close(linear(x, wide), F.linear(x, weight.float()))
+
+
+def test_builds_without_packing_leave_weights_plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(platform, "machine", lambda: "riscv64")
-    weight = random(8, 8)
-    assert packed.pack(weight) is weight
+    for weight in (random(8, 8), random(8, 8).bfloat16()):
+        assert packed.pack(weight) is weight
+        assert packed.activation_dtype(weight.dtype, CPU) == weight.dtype
 
 
 @x86

@@ -48,10 +48,12 @@ class Lives(RuleBasedStateMachine):
     preempted = 0
     cached = 0
 
-    @initialize(loop=loops())
-    def start(self, loop: ToyLoop) -> None:
+    @initialize(loop=loops(), prompt=prompts(), crowd=st.sampled_from([6, 3, 0]))
+    def start(self, loop: ToyLoop, prompt: list[int], crowd: int) -> None:
+        """A crowd of long answers comes first: most pools are too small for it."""
         self.loop = loop
-        self.uid = 0
+        self.uid = crowd
+        self._step([loop.request(uid, [*prompt, uid + 1], max_tokens=30, ignore_eos=True) for uid in range(crowd)], [])
 
     def _step(self, arrivals: list[Request], aborts: list[Abort]) -> None:
         self.loop.now += 1.0
@@ -108,6 +110,9 @@ def test_random_lives() -> None:
         ),
     )
     assert Lives.runs >= 200 and Lives.steps >= 2000
+    print(
+        f"{Lives.runs} lives, {Lives.steps} steps, {Lives.preempted} preemptions, {Lives.cached} tokens from the cache"
+    )
     assert Lives.preempted > 20, "the pools were hardly short: the test shows little"
     assert Lives.cached > 500, "the cache was hardly hit: the test shows little"
 
