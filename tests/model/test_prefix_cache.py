@@ -1,0 +1,54 @@
+"""16 chats with one system prompt of some 1,000 tokens: fast with the prefix cache, and the same with and without."""
+
+from __future__ import annotations
+
+import asyncio
+import statistics
+import time
+from collections.abc import Callable
+from typing import Any
+
+from support.ask import create, gather
+from support.reference import Case, Reference
+from support.server import Server
+
+SYSTEM = "You are the guide of the museum of small things. " + " ".join(
+    f"Room {i} shows {what} from the year {1800 + 3 * i}."
+    for i, what in enumerate(("buttons", "keys", "stamps", "thimbles", "marbles", "spoons", "bells", "shells") * 8)
+)
+QUESTIONS = ("bells", "keys", "stamps", "shells", "spoons", "marbles", "buttons", "thimbles")
+WAVES = [
+    [Case((("system", SYSTEM), ("user", f"{verb} {what}?")), 4) for what in QUESTIONS for verb in verbs]
+    for verbs in (("Where are", "Why"), ("How old are", "Who made"))
+]
+
+
+async def wave(server: Server, cases: list[Case]) -> tuple[list[str], list[float]]:
+    """All chats at once: texts, and seconds to each one's first token."""
+
+    async def chat(client: Any, case: Case) -> tuple[str, float]:
+        began = time.monotonic()
+        text, first = "", 0.0
+        async for chunk in await create(client, case, stream=True):
+            text += chunk.choices[0].delta.content or ""
+            first = first or (time.monotonic() - began if text else 0.0)
+        return text, first
+
+    async with server.async_client() as client:
+        found = await gather([chat(client, case) for case in cases])
+    return [text for text, _ in found], [first for _, first in found]
+
+
+def test_the_second_wave_starts_in_a_quarter_of_the_time(
+    start_server: Callable[..., Server], reference: Reference
+) -> None:
+    assert 950 < len(reference.tokenizer(SYSTEM).input_ids) < 1100
+    server = start_server("--dtype", "float32", ranks=1)
+    times = []
+    for cases in WAVES:
+        texts, firsts = asyncio.run(wave(server, cases))
+        times.append(statistics.mean(firsts))
+    print("mean TTFT of each wave, s:", times, times[1] / times[0])
+    hits = [create(server.client(), case).usage.prompt_tokens_details.cached_tokens for case in cases[:2]]
+    print(hits)
+    assert times[1] <= 0.25 * times[0], times
