@@ -124,19 +124,17 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _DecodeGroup, sp
 
 def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: _Chunk, spec: AttentionSpec) -> Tensor:
     """q: [length, q_heads, head_dim] of one chunk."""
-    length, q_heads, _ = q.shape
+    length, q_heads, head_dim = q.shape
     kv_heads = k_cache.shape[2]
     end = chunk.span.start + length
     if spec.window not in chunk.masks:
         chunk.masks[spec.window] = _causal_mask(chunk.span.start, length, spec.window, q.device)
     mask = chunk.masks[spec.window]
-    k = _gather(k_cache, chunk.pages, q.dtype, 1)[:, :, :end]
-    v = _gather(v_cache, chunk.pages, q.dtype, 1)[:, :, :end]
-    if kv_heads != q_heads:
-        k = k.repeat_interleave(q_heads // kv_heads, dim=1)
-        v = v.repeat_interleave(q_heads // kv_heads, dim=1)
-    out = _sdpa(q.transpose(0, 1)[None], k, v, mask, mask is None, spec)
-    return out[0].transpose(0, 1)
+    grouped = q.view(length, kv_heads, q_heads // kv_heads, head_dim).permute(1, 2, 0, 3)
+    k = _gather(k_cache, chunk.pages, q.dtype, 1)[0, :, None, :end].expand(*grouped.shape[:2], end, head_dim)
+    v = _gather(v_cache, chunk.pages, q.dtype, 1)[0, :, None, :end].expand(*grouped.shape[:2], end, head_dim)
+    out = _sdpa(grouped, k, v, mask, mask is None, spec)
+    return out.permute(2, 0, 1, 3).reshape(length, q_heads, head_dim)
 
 
 def _gather(cache: Tensor, pages: Pages, dtype: torch.dtype, rows: int) -> Tensor:
