@@ -15,7 +15,7 @@ from torch import Tensor
 
 from spmd_serve.distributed.host_memory import HostMemory
 from spmd_serve.distributed.ranks import RankInfo
-from spmd_serve.distributed.symmetric import SymmetricAllReduce
+from spmd_serve.distributed.symmetric import Choice, SymmetricAllReduce
 
 logger = logging.getLogger(__name__)
 
@@ -66,6 +66,16 @@ class Communicator:
             logger.warning("NCCL sums all tensors: symmetric memory is not available (%s)", str(exc).splitlines()[0])
             return
         self._symmetric = symmetric
+
+    @property
+    def choices(self) -> list[Choice]:
+        """Of the ways to sum tensors of GPUs, by size; empty where NCCL sums all of them."""
+        return [] if self._symmetric is None else self._symmetric.choices
+
+    @property
+    def shares_memory(self) -> bool:
+        """Whether CPU tensors are summed in memory that the ranks share."""
+        return self._host_memory is not None
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Sum over ranks. `tensor` may be overwritten, and the result may or may not be `tensor`. Collective."""

@@ -105,7 +105,7 @@ def threads_per_rank(ranks: RankInfo) -> int:
     return max(1, cores // ranks.local_world_size)
 
 
-# ---- the network interface of gloo --------------------------------------------------------------------------------
+# ---- the network interface of gloo and NCCL --------------------------------------------------------------------------------
 
 
 def interfaces() -> dict[str, str]:
@@ -183,6 +183,9 @@ def join_group(ranks: RankInfo, store: Store | None, timeout_s: float) -> None:
         name = choose_interface(ranks, interfaces(), address_towards(ranks.store_host, ranks.store_port))
         if name is not None:
             os.environ["GLOO_SOCKET_IFNAME"] = name
+    if not ranks.one_host and "GLOO_SOCKET_IFNAME" in os.environ:
+        # NCCL first meets over sockets, whatever carries its data; "=" is an exact name, not a prefix.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", "=" + os.environ["GLOO_SOCKET_IFNAME"])
     try:
         dist.init_process_group(
             "gloo", store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(seconds=timeout_s)
