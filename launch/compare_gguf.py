@@ -8,16 +8,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-from tokenizers import Tokenizer
-
-from spmd_serve.config import ModelOptions
-from spmd_serve.distributed.ranks import RankInfo
-from spmd_serve.llm import LLM
-from spmd_serve.models.registry import load_model_config
-from spmd_serve.models.resolve import resolve_model
-from spmd_serve.types import SamplingParams
-
 PROMPTS = (
     "The capital of France is",
     "def fibonacci(n):\n    ",
@@ -30,6 +20,7 @@ PROMPTS = (
 
 def reference(file: Path, prompts: list[list[int]], tokens: int, stops: tuple[int, ...]) -> list[list[int]]:
     """What transformers generates, one prompt at a time."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
@@ -49,10 +40,20 @@ def reference(file: Path, prompts: list[list[int]], tokens: int, stops: tuple[in
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="launch/compare_gguf.sh", description=__doc__)
+    parser = argparse.ArgumentParser(prog="launch/compare_gguf.py", description=__doc__)
     parser.add_argument("file", type=Path)
     parser.add_argument("--tokens", type=int, default=48, help="of each answer (default: 48)")
     args = parser.parse_args()
+    # After --help has been answered: these take seconds.
+    from tokenizers import Tokenizer
+
+    from spmd_serve.config import ModelOptions
+    from spmd_serve.distributed.ranks import RankInfo
+    from spmd_serve.llm import LLM
+    from spmd_serve.models.registry import load_model_config
+    from spmd_serve.models.resolve import resolve_model
+    from spmd_serve.types import SamplingParams
+
     folder = resolve_model(ModelOptions(model=str(args.file)), RankInfo())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompts = [tokenizer.encode(prompt).ids for prompt in PROMPTS]

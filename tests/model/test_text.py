@@ -43,6 +43,8 @@ def test_greedy_with_16_in_flight(server: Server, answers: Answers) -> None:
 
 def test_seeded_alone_and_in_shuffled_company(server: Server, answers: Answers) -> None:
     """A seeded text is a function of the request alone: not of its neighbours, its row, the order or the rank count."""
+    if server.ranks > 2:
+        pytest.skip("one rank and two show it, in half of the time")
     client = server.client()
     for case in SEEDED:
         assert ask(client, case) == answers[case]

@@ -6,6 +6,7 @@ Run under torchrun (`python tests/support/families.py ROOT OUT`) it writes the l
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -20,6 +21,7 @@ from spmd_serve.attention.base import AttentionBatch, ChunkSpan
 from spmd_serve.attention.torch_native import TorchAttention
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import make_partition
+from spmd_serve.distributed.ranks import join_group, leave_group, rank_info
 from spmd_serve.engine.kv_cache import KVCache
 from spmd_serve.kernels.fp8 import Fp8Format
 from spmd_serve.models.decoder import Decoder, DecoderContext
@@ -279,14 +281,15 @@ def largest_difference(folder: Path, comm: Communicator, fp8: Fp8Format | None =
 
 def main(root: Path, out: Path) -> None:
     """All families of `root`, on the ranks that torchrun started."""
-    dist.init_process_group("gloo")
-    comm = Communicator(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    ranks = rank_info(os.environ)
+    join_group(ranks, None, 60.0)
+    comm = Communicator.create(ranks, torch.device("cpu"))
     found = {folder.name: largest_difference(folder, comm) for folder in sorted(root.iterdir())}
     everywhere: list[Any] = [None] * comm.world_size
     dist.all_gather_object(everywhere, found)
     if comm.rank == 0:
         out.write_text(json.dumps(everywhere))
-    dist.destroy_process_group()
+    leave_group()
 
 
 if __name__ == "__main__":
