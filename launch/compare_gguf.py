@@ -23,7 +23,8 @@ def reference(file: Path, prompts: list[list[int]], tokens: int, stops: tuple[in
     import torch
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    model.eval()
     results = []
     for prompt in prompts:
         ids = torch.tensor([prompt])
