@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
+
+# Before torch is imported. Tests share the cores with each other, and threads that spin for each other take them away.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 from support.server import Server, serving

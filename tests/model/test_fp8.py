@@ -25,7 +25,7 @@ def perplexity(*options: str) -> float:
     folder = resolve_model(ModelOptions(), RankInfo())
     tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
     prompts = [tokenizer.encode(text.read_text()).ids[:TOKENS] for text in TEXTS]
-    llm = LLM("--device", "cpu", "--dtype", "bfloat16", "--max-model-len", str(TOKENS + 1), *options)
+    llm = LLM("--device", "cpu", "--threads", "1", "--dtype", "bfloat16", "--max-model-len", str(TOKENS + 1), *options)
     results = llm.generate(prompts, SamplingParams(max_tokens=1, temperature=0.0, prompt_logprobs=0))
     logprobs = [entry.logprob for result in results for entry in result.prompt_logprobs]
     assert len(logprobs) == len(TEXTS) * (TOKENS - 1)

@@ -157,7 +157,7 @@ def write_family(name: str, folder: Path) -> None:
         parameter.data = parameter.data.mul_(0.0 if parameter.ndim > 1 else 1.0) + spread * torch.randn(parameter.shape)
     model.save_pretrained(folder)
     # transformers' dynamic scaling depends on the length at hand, ours on the longest that is served.
-    _save_reference(model, folder, (MAX_LEN, MAX_LEN) if name == "llama-dynamic" else LENGTHS)
+    save_reference(model, folder, (MAX_LEN, MAX_LEN) if name == "llama-dynamic" else LENGTHS)
 
 
 def write_reference(folder: Path, weights: dict[str, Tensor]) -> None:
@@ -168,10 +168,11 @@ def write_reference(folder: Path, weights: dict[str, Tensor]) -> None:
     config.quantization_config = None
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     model.load_state_dict(weights)
-    _save_reference(model, folder, LENGTHS)
+    save_reference(model, folder)
 
 
-def _save_reference(model: Any, folder: Path, lengths: Sequence[int]) -> None:
+def save_reference(model: Any, folder: Path, lengths: Sequence[int] = LENGTHS) -> None:
+    """Random tokens, and transformers' logits for them."""
     tensors = {}
     for i, length in enumerate(lengths):
         tokens = torch.randint(3, VOCAB, (length,))
@@ -184,9 +185,9 @@ def _save_reference(model: Any, folder: Path, lengths: Sequence[int]) -> None:
 
 
 class Shard:
-    """One rank's decoder with a KV cache, fed by hand. Collective."""
+    """One rank's decoder with a KV cache, fed by hand. `dtype` is the weights'. Collective."""
 
-    def __init__(self, folder: Path, comm: Communicator, slots: int, fp8: Fp8Format | None) -> None:
+    def __init__(self, folder: Path, comm: Communicator, slots: int, fp8: Fp8Format | None, dtype: torch.dtype) -> None:
         self.model = load_model_config(folder)
         self.comm = comm
         self.partition = make_partition(
@@ -200,9 +201,10 @@ class Shard:
         )
         self.attention = TorchAttention()
         cpu = torch.device("cpu")
-        context = DecoderContext(self.model, self.partition, comm, self.attention, torch.float32, cpu, fp8)
+        context = DecoderContext(self.model, self.partition, comm, self.attention, dtype, cpu, fp8)
         self.decoder = Decoder(context, MAX_LEN)
         load_weights(self.decoder.pieces(), open_source(folder, self.model, "auto"), progress=False)
+        self.decoder.pack()
         pages = -(-MAX_LEN // PAGE)
         # Pages of a slot lie in no order, and the slots' pages between each other.
         order = torch.randperm(slots * pages, generator=torch.Generator().manual_seed(3))
@@ -248,12 +250,14 @@ class Shard:
         return torch.cat([parts[r, :, : base + (r < longer)] for r in range(self.comm.world_size)], dim=1)
 
 
-def largest_difference(folder: Path, comm: Communicator, fp8: Fp8Format | None = None) -> dict[str, float]:
+def largest_difference(
+    folder: Path, comm: Communicator, fp8: Fp8Format | None = None, dtype: torch.dtype = torch.float32
+) -> dict[str, float]:
     """Largest difference of logits from transformers' by way of computing: prefill, chunked prefill, decode. Collective."""
     reference = load_file(folder / "reference.tensors")
     tokens = [reference[f"tokens{i}"] for i in range(2)]
     wanted = [reference[f"logits{i}"] for i in range(2)]
-    shard = Shard(folder, comm, 5, fp8)
+    shard = Shard(folder, comm, 5, fp8, dtype)
     worst = {"prefill": 0.0, "chunked": 0.0, "decode": 0.0}
 
     def note(way: str, got: Tensor, expected: Tensor) -> None:
