@@ -262,11 +262,11 @@ PERSON = {
 
 
 def test_json_at_temperature_1_is_always_valid(client: openai.OpenAI) -> None:
-    """20 draws of a schema, all valid; and of any JSON object, all that come to an end."""
+    """12 draws of a schema, all valid; and of any JSON object, all that come to an end."""
     question: Any = [{"role": "user", "content": "Describe a person as JSON with name, age and likes."}]
     schema: Any = {"type": "json_schema", "json_schema": {"name": "person", "schema": PERSON}}
     made = client.chat.completions.create(
-        model=MODEL, messages=question, response_format=schema, temperature=1, n=20, seed=1, max_tokens=120
+        model=MODEL, messages=question, response_format=schema, temperature=1, n=12, seed=1, max_tokens=120
     )
     for choice in made.choices:
         person = json.loads(choice.message.content or "")
@@ -274,13 +274,13 @@ def test_json_at_temperature_1_is_always_valid(client: openai.OpenAI) -> None:
         assert set(person) == set(PERSON["properties"])
         assert len(person["name"]) <= 20 and type(person["age"]) is int and 0 <= person["age"] <= 150
         assert len(person["likes"]) <= 3 and set(person["likes"]) <= {"tea", "coffee", "water"}
-    assert len({choice.message.content for choice in made.choices}) > 10
+    assert len({choice.message.content for choice in made.choices}) > 6
     made = client.chat.completions.create(
         model=MODEL,
         messages=question,
         response_format={"type": "json_object"},
         temperature=1,
-        n=8,
+        n=5,
         seed=2,
         max_tokens=100,
     )
