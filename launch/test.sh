@@ -37,7 +37,7 @@ check lint "$PYTHON" -m ruff check .
 check format "$PYTHON" -m ruff format --check .
 check types "$PYTHON" -m mypy
 check "types of launch/" "$PYTHON" -m mypy launch/*.py
-# Most tests wait for servers and timeouts: three files at a time. A file stays with one process, for its servers. In their
+# Most tests wait for servers and timeouts: two files at a time. A file stays with one process, for its servers. In their
 # order the files with few long tests come first, and short ones fill the end.
-check tests "$PYTHON" -m pytest --numprocesses="${TEST_PROCESSES:-3}" --dist=loadfile --no-loadscope-reorder "$@"
+check tests "$PYTHON" -m pytest --numprocesses="${TEST_PROCESSES:-2}" --dist=loadfile --no-loadscope-reorder "$@"
 [ "${#failed[@]}" -eq 0 ] || die "failed: ${failed[*]}"

@@ -16,7 +16,7 @@ from spmd_serve.types import SamplingParams
 
 ROOT = Path(spmd_serve.__file__).parents[1]
 TEXTS = (ROOT / "LICENSE", ROOT / "README.md")
-TOKENS = 400  # of each
+TOKENS = 250  # of each
 
 
 @cache
