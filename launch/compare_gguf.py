@@ -13,8 +13,8 @@ PROMPTS = (
     "def fibonacci(n):\n    ",
     "Once upon a time, in a village by the sea, there lived",
     "1, 2, 4, 8, 16,",
-    "A list of the planets of the solar system, from the sun outwards: "
-    * 12,  # beyond a sliding window of 512 and a chunk
+    # Longer than a chunk, and than a sliding window of 512.
+    "A list of the planets of the solar system, from the sun outwards: " * 45,
 )
 
 

@@ -16,13 +16,7 @@ HELP
     venv_environment_help
 }
 
-case ${1:-} in
-    -h | --help)
-        usage
-        exit 0
-        ;;
-esac
-
+help_if_asked "$@"
 ensure_python
 mkdir -p "$CACHE"
 install() { # install PACKAGE...: beside the environment, which stays as it is

@@ -21,13 +21,7 @@ HELP
 HELP
 }
 
-case ${1:-} in
-    -h | --help)
-        usage
-        exit 0
-        ;;
-esac
-
+help_if_asked "$@"
 ensure_python
 if [ ! -x "$PEER_VENV/bin/transformers" ]; then
     torch=$(torch_of "$PYTHON")

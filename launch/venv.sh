@@ -30,6 +30,15 @@ Environment:
 HELP
 }
 
+help_if_asked() { # help_if_asked "$@": the script's own `usage`, if that is all that is wanted
+    case ${1:-} in
+        -h | --help)
+            usage
+            exit 0
+            ;;
+    esac
+}
+
 # A device node, not a driver: containers often see the driver of a host whose GPUs they may not use.
 # (/dev/dxg is Windows' way to any GPU; nvidia-smi is there for NVIDIA's.)
 has_nvidia_gpu() { compgen -G '/dev/nvidia[0-9]*' >/dev/null || { [ -e /dev/dxg ] && command -v nvidia-smi >/dev/null; }; }

@@ -7,7 +7,6 @@ and exit code 2 on every rank; a failure is exit code 1; a stop by signal is exi
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import json
 import logging
 import os
@@ -193,11 +192,6 @@ def _serve(
 
     frontend = None
     if ranks.rank == 0:
-        if config.server.frontend == "auto":
-            # Measured with 200 streams: with quick steps the GIL of a thread costs 10% of them; where the CPU computes, a
-            # process more makes no difference.
-            where = "process" if plan.device.type == "cuda" else "thread"
-            config = dataclasses.replace(config, server=dataclasses.replace(config.server, frontend=where))
         if config.server.frontend == "thread":
             sys.setswitchinterval(0.0005)  # a busy HTTP thread would hold each exchange up for 16-39 ms instead of 1-3
         info = _model_info(config, model, folder)

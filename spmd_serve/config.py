@@ -74,7 +74,11 @@ class ModelOptions:
     served_model_name: str | None = option(None, "name in the API (default: the model's own)", parse=str)
     tokenizer: str | None = option(None, "folder with the tokenizer (default: the model's own)", parse=str)
     chat_template: str | None = option(None, "file with a Jinja chat template (default: the model's own)", parse=str)
-    dtype: str = option("auto", "compute type", choices=("auto", "float32", "bfloat16", "float16"))
+    dtype: str = option(
+        "auto",
+        "type of the weights; CPUs that cannot compute in it do so in float32",
+        choices=("auto", "float32", "bfloat16", "float16"),
+    )
     load_format: str = option(
         "auto",
         "auto reads the model's weights; dummy makes random ones from its config alone",

@@ -96,8 +96,9 @@ def _group_decodes(batch: AttentionBatch) -> list[_DecodeGroup]:
 
 def _side_by_side(pages: Tensor) -> Pages:
     """pages: int64, [pages] of one row or [rows, pages]."""
-    if pages.device.type != "cpu" or (pages.dim() == 2 and pages.shape[0] > 1):
-        return pages  # looking would wait for another device
+    several_rows = pages.dim() == 2 and pages.shape[0] > 1
+    if several_rows or pages.device.type != "cpu":  # looking would wait for another device
+        return pages
     indices = pages.view(-1)
     first = int(indices[0])
     whole = slice(first, first + len(indices))

@@ -24,9 +24,9 @@ from torch import Tensor
 
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.ranks import RankInfo, join_group, leave_group, rank_info
+from spmd_serve.distributed.symmetric import SIZES
 from spmd_serve.engine.build import pick_device
 
-SIZES = tuple(2**power for power in range(11, 24))  # bytes: 2 KiB .. 8 MiB
 REPEATS = 30  # rounds on CPUs
 
 
@@ -100,7 +100,7 @@ def _report(rows: list[dict[str, Any]], as_json: bool) -> None:
             print(json.dumps(row))
         return
     if not rows:
-        print("NCCL sums all tensors: these GPUs cannot map each other's memory")
+        print("NCCL sums all tensors: the ranks are on several hosts, or their GPUs cannot map each other's memory")
         return
     names = list(rows[0]["us"])
     print(f"{'KiB':>6}" + "".join(f"{name + ', us':>20}" for name in names) + f"{'taken':>16}")

@@ -105,7 +105,7 @@ def threads_per_rank(ranks: RankInfo) -> int:
     return max(1, cores // ranks.local_world_size)
 
 
-# ---- the network interface of gloo and NCCL --------------------------------------------------------------------------------
+# ---- the network interface of gloo and NCCL ---------------------------------------------------------------------------
 
 
 def interfaces() -> dict[str, str]:

@@ -19,7 +19,7 @@ from torch import Tensor
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 8 * 2**20  # larger tensors belong to NCCL
-_SIZES = tuple(2**power for power in range(11, 24))  # bytes that are measured: 2 KiB .. 8 MiB
+SIZES = tuple(2**power for power in range(11, 24))  # bytes that are measured: 2 KiB .. 8 MiB
 _REPEATS = 20  # all-reduces in one measured graph
 
 
@@ -64,7 +64,7 @@ class SymmetricAllReduce:
             "one_shot": self._one_shot,
             "two_shot": self._two_shot,
         }
-        self.choices: list[Choice] = [self._measure(size, device) for size in _SIZES]
+        self.choices: list[Choice] = [self._measure(size, device) for size in SIZES]
         logger.info("all-reduce by size: %s", self.describe())
 
     def __call__(self, tensor: Tensor) -> Tensor:

@@ -40,12 +40,6 @@ def add_rms_norm_(x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tup
 
 def rms_norm_torch(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     """`rms_norm` in plain torch. In 16 bits, scaling after the rounding, as transformers does."""
-    if x.device.type == "cpu" and x.dim() == 2 and x.shape[0] == 1:
-        # One token alone waits for the number of operations: a dot product takes a third of the composite's time.
-        row = x.float()
-        values = row.view(-1)
-        mean_square = torch.dot(values, values).item() / x.shape[1]
-        return torch.mul(row, (mean_square + eps) ** -0.5).to(x.dtype).mul_(scale)
     if x.dtype == torch.float32:
         return F.rms_norm(x, x.shape[-1:], scale, eps)
     return F.rms_norm(x.float(), x.shape[-1:], None, eps).to(x.dtype) * scale

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from support.two_hosts import TwoHosts, why_not
 from torchrun_job import Job
 
 
@@ -19,3 +20,15 @@ def start_job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     yield start
     for job in jobs:
         job.close()
+
+
+@pytest.fixture
+def hosts() -> Iterator[TwoHosts]:
+    """Two network namespaces; skips where there can be none."""
+    if why_not():
+        pytest.skip(why_not())
+    hosts = TwoHosts()
+    try:
+        yield hosts
+    finally:
+        hosts.close()

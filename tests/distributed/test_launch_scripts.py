@@ -10,9 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from support.server import STOP_S, wait_until
-from support.two_hosts import HOSTS, TwoHosts, why_not
+from support.two_hosts import HOSTS, TwoHosts
 from torchrun_job import READY_S, Stream, free_port
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
@@ -48,17 +47,6 @@ def test_serve_sh_returns_0_when_torchrun_itself_was_signalled(tmp_path: Path) -
         assert stream.await_end(STOP_S) == "length"
         assert process.wait(STOP_S) == 0
     assert "all 2 ranks ended cleanly" in log_file.read_text()
-
-
-@pytest.fixture
-def hosts() -> Iterator[TwoHosts]:
-    if why_not():
-        pytest.skip(why_not())
-    hosts = TwoHosts()
-    try:
-        yield hosts
-    finally:
-        hosts.close()
 
 
 def test_multinode_sh_on_two_hosts_whose_own_names_are_loopback(hosts: TwoHosts, tmp_path: Path) -> None:
