@@ -123,11 +123,18 @@ def measure(engine: Engine, prompts: list[str], output_tokens: int) -> Timings:
 
 
 def measure_round(engine: Engine, tokenizer: Tokenizer, args: argparse.Namespace, seed: int) -> Figures:
-    """The concurrent requests, then one alone; prompts are those of `seed`."""
+    """The concurrent requests, then one alone; prompts are those of `seed`.
+
+    Raises:
+        RuntimeError: as in `measure`, or the tokens of the one alone all came at the same time, which gives no rate.
+    """
     together = measure(engine, make_prompts(tokenizer, args.streams, args.prompt_tokens, seed), args.output_tokens)
     alone = measure(engine, make_prompts(tokenizer, 1, args.prompt_tokens, seed + 1), args.output_tokens)
-    # All requests began together, so the longest is the wall time. Decoding alone begins after the first token.
-    return Figures(together.output_tokens / max(together.ended), (args.output_tokens - 1) / sum(alone.between))
+    decoding = sum(alone.between)  # begins after the first token
+    if not decoding:
+        raise RuntimeError(f"all tokens of a stream of {engine.name} came at once; take more --output-tokens")
+    # All requests began together, so the longest is the wall time.
+    return Figures(together.output_tokens / max(together.ended), (args.output_tokens - 1) / decoding)
 
 
 # ---- servers ------------------------------------------------------------------------------------------------------

@@ -195,12 +195,20 @@ class Liveness:
             )
         if control is None or self._own.rank > 0 or not self._progress.busy:
             return None
-        return self._name_stuck(control.step_timeout) if now - self._progress.since > control.step_timeout else None
+        return (
+            self._name_stuck(now, control.step_timeout) if now - self._progress.since > control.step_timeout else None
+        )
 
-    def _name_stuck(self, limit: float) -> Failure:
+    def _name_stuck(self, now: float, limit: float) -> Failure:
         """Rank 0's step does not end: name who holds it up."""
         rank = holds_up(self._messenger.beats)
         beat = self._messenger.beats[rank]
+        silent = now - self._messenger.heard.get(rank, now)
+        if silent > min(SUSPECT_SILENCE_S, limit - 2 * TICK_S):
+            # Stopped in this step, so its silence is not quite as old as the step. It cannot end itself: lost, not hanging.
+            return self._blame(
+                self._peers[rank], "lost", f"no sign of life for {silent:.1f} s" + self._last_seen(self._peers[rank])
+            )
         others = "; all ranks wait for each other" if beat.waits else ""
         message = f"step {beat.step} for {beat.age:.1f} s (--step-timeout is {limit:g}) at {beat.where}{others}"
         return self._blame(self._peers[rank], "hangs", message)

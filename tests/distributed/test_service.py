@@ -69,7 +69,9 @@ def test_an_idle_service_answers_as_fast_as_a_busy_one(job: Job) -> None:
 def test_deadlines_under_overload_are_rank_0s(job: Job) -> None:
     began = time.monotonic()
     streams = [job.stream() for _ in range(12)]  # three times what runs at once, and none can finish in time
-    assert [stream.await_end(REQUEST_TIMEOUT_S + 5) for stream in streams] == ["error"] * 12
+    ends = [(stream.await_end(REQUEST_TIMEOUT_S + 5), stream.status) for stream in streams]
+    # Those that ran have an error in their stream; those whose time was up in the queue, a status.
+    assert set(ends) <= {("error", 200), ("refused", 504)} and ends.count(("error", 200)) >= 4, ends
     assert time.monotonic() - began >= REQUEST_TIMEOUT_S
     assert job.complete().status_code == 200
 

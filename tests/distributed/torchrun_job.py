@@ -119,7 +119,7 @@ class Job:
     def health(self) -> int:
         """Status of /health; 0 when there is no connection."""
         try:
-            return httpx.get(f"{self.url}/health", timeout=5).status_code
+            return httpx.get(f"{self.url}/health", timeout=5, verify=False).status_code
         except httpx.TransportError:
             return 0
 
@@ -138,7 +138,7 @@ class Job:
             "temperature": 0.0,
             "ignore_eos": True,
         }
-        return httpx.post(f"{self.url}/v1/completions", json=body | fields, timeout=60)
+        return httpx.post(f"{self.url}/v1/completions", json=body | fields, timeout=60, verify=False)
 
     def stream(self, **fields: object) -> Stream:
         return Stream(self.url, fields)
@@ -200,7 +200,7 @@ class Stream:
 
     def _run(self, url: str, body: dict[str, object]) -> None:
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120) as response:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120, verify=False) as response:
                 self.status = response.status_code
                 for line in response.iter_lines():
                     self._take(line)

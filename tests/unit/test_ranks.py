@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Iterator
 
 import pytest
+from torch.distributed import HashStore
 
-from spmd_serve.distributed.beats import Beat
-from spmd_serve.distributed.board import Peer
+from spmd_serve.config import ControlOptions
+from spmd_serve.distributed.beats import Beat, Progress
+from spmd_serve.distributed.board import Board, Peer
 from spmd_serve.distributed.channel import is_peer_error, peer_error
 from spmd_serve.distributed.fingerprint import check_fingerprints
-from spmd_serve.distributed.liveness import holds_up
+from spmd_serve.distributed.liveness import Liveness, holds_up
 from spmd_serve.distributed.ranks import RankInfo, choose_interface, interfaces, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import REPEAT_S, Stopped, StopSignals
 from spmd_serve.errors import ConfigError, ControlTimeoutError, FingerprintMismatchError, RankLostError
@@ -111,6 +114,27 @@ def beat(step: int = 7, *, busy: bool = True, waits: bool = False) -> Beat:
 )
 def test_who_holds_the_others_up(beats: dict[int, Beat], expected: int) -> None:
     assert holds_up(beats) == expected
+
+
+@pytest.mark.parametrize(
+    ("heard_before", "says"),
+    [
+        (0.1, "rank 1 (b) hangs: step 7 for 5.0 s"),  # it sends beats, from a step that does not end
+        (1.9, "rank 1 (b) is lost: no sign of life for 1.9 s"),  # stopped just after its beat had been read
+        (2.5, "rank 1 (b) is lost: no sign of life for 2.5 s"),
+    ],
+)
+def test_a_stopped_rank_is_lost_however_late_it_was_heard(signals: StopSignals, heard_before: float, says: str) -> None:
+    """A lost rank is killed by its neighbours; one that hangs ends itself, which a stopped one cannot."""
+    now, store, progress = time.monotonic(), HashStore(), Progress()
+    peers = [Peer(rank, 2, 0, host, os.getpid(), "") for rank, host in enumerate("ab")]
+    liveness = Liveness(Board(store, RankInfo(0, 2, 0, 2, "a"), peers, lambda: store), progress, signals)
+    liveness.serve(ControlOptions(step_timeout=2.0, control_timeout=4.0), lambda: None)
+    progress.begin(7)
+    progress.since = now - 2.05
+    liveness._messenger.beats = {0: beat(waits=True), 1: beat()}
+    liveness._messenger.heard = {1: now - heard_before}
+    assert str(liveness._judge(now)).startswith(says)
 
 
 # ---- signals
