@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+import mmap
+
 import torch
 from torch import Tensor
 
@@ -23,7 +26,7 @@ class KVCache:
         self.page_size = page_size
         self.num_pages = num_pages
         shape = (model.num_layers, 2, num_pages, page_size, kv_heads, model.head_dim)
-        self._data = torch.zeros(shape, dtype=dtype, device=device)
+        self._data = _zeros(shape, dtype, device)
         self.layers: list[tuple[Tensor, Tensor]] = [
             (self._data[i, 0], self._data[i, 1]) for i in range(model.num_layers)
         ]
@@ -35,3 +38,14 @@ class KVCache:
     @staticmethod
     def bytes_per_page(model: ModelConfig, kv_heads: int, page_size: int, dtype: torch.dtype) -> int:
         return 2 * model.num_layers * page_size * kv_heads * model.head_dim * dtype.itemsize
+
+
+def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros. Main memory comes zeroed from the operating system when it is first written, so a large pool starts at once."""
+    if device.type != "cpu":
+        return torch.zeros(shape, dtype=dtype, device=device)
+    size = max(math.prod(shape) * dtype.itemsize, 1)
+    memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return (
+        torch.frombuffer(memory, dtype=torch.uint8)[: size // dtype.itemsize * dtype.itemsize].view(dtype).view(shape)
+    )

@@ -128,7 +128,7 @@ def byte_level_alphabet() -> dict[str, int]:
 def byte_level_bytes(token: str, alphabet: dict[str, int]) -> bytes:
     """A byte-level token's bytes; a token with a character outside of the alphabet is taken as it stands."""
     try:
-        return bytes([alphabet[c] for c in token])
+        return bytes(map(alphabet.__getitem__, token))
     except KeyError:
         return token.encode()
 

@@ -98,7 +98,8 @@ class TextTokenizer:
 
     def _make_table(self) -> ByteTable | None:
         """Bytes of every id, or None for a decoder that is not the concatenation of its tokens' bytes."""
-        decoder = json.loads(self._tokenizer.to_str())["decoder"]
+        own = self._tokenizer.decoder
+        decoder = None if own is None else json.loads(own.__getstate__())  # to_str() would write the vocabulary too
         # A whole text begins without the space that SentencePiece puts before it; a continuation keeps it.
         self._strips_space = any(d["type"] == "Strip" and d["start"] for d in (decoder or {}).get("decoders", []))
         kinds = [d["type"] for d in decoder["decoders"]] if decoder and decoder["type"] == "Sequence" else []

@@ -45,7 +45,7 @@ class Fp8Weight:
         """All zero, to be filled."""
         block = kind.block
         blocks = 1 if block is None else -(-in_features // block)
-        values = torch.zeros(out_features, in_features, dtype=FP8, device=device)
+        values = torch.empty(out_features, in_features, dtype=FP8, device=device)
         return cls(values, torch.zeros(out_features, blocks, device=device), block)
 
     def __getitem__(self, rows: slice) -> Fp8Weight:

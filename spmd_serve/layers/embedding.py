@@ -15,7 +15,7 @@ class Embedding:
     def __init__(
         self, vocab: range, hidden_size: int, *, dtype: torch.dtype, device: torch.device, comm: Communicator
     ) -> None:
-        self.weight = torch.zeros(len(vocab), hidden_size, dtype=dtype, device=device)
+        self.weight = torch.empty(len(vocab), hidden_size, dtype=dtype, device=device)
         self._vocab = vocab
         self._comm = comm
 

@@ -33,10 +33,10 @@ class Linear:
         self.weight: Tensor | Fp8Weight
         self._packed: CpuWeight | None = None
         if fp8 is None:
-            self.weight = torch.zeros(out_features, in_features, dtype=dtype, device=device)
+            self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         else:
             self.weight = Fp8Weight.empty(out_features, in_features, fp8, device)
-        self.bias = torch.zeros(out_features, dtype=dtype, device=device) if bias else None
+        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
 
     def pack(self) -> None:
         """Bring the loaded weight into the form that is fastest here; `weight` is gone then."""

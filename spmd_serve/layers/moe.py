@@ -42,8 +42,8 @@ class Experts:
     ) -> None:
         self._owned = owned
         self._activation = activation
-        self.gate_up = torch.zeros(len(owned), 2 * width, hidden, dtype=dtype, device=device)
-        self.down = torch.zeros(len(owned), hidden, width, dtype=dtype, device=device)
+        self.gate_up = torch.empty(len(owned), 2 * width, hidden, dtype=dtype, device=device)
+        self.down = torch.empty(len(owned), hidden, width, dtype=dtype, device=device)
         self._packed: list[tuple[CpuWeight, CpuWeight]] = []
 
     def pack(self) -> None:

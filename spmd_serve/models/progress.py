@@ -7,9 +7,6 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
-from rich.progress import Progress, TransferSpeedColumn
-
 logger = logging.getLogger(__name__)
 
 _LOG_EVERY_S = 5.0
@@ -21,6 +18,9 @@ def byte_progress(label: str, total: int, *, show: bool = True) -> Iterator[Call
     if not show:
         yield lambda count: None
         return
+    from rich.console import Console  # here: only one rank shows progress, and the import takes 0.1 s
+    from rich.progress import Progress, TransferSpeedColumn
+
     console = Console(stderr=True)
     if console.is_terminal:
         with Progress(*Progress.get_default_columns(), TransferSpeedColumn(), console=console) as bar:

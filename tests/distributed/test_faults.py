@@ -81,3 +81,16 @@ def test_torchrun_restarts_the_service_on_the_same_port(start_job: StartJob) -> 
         assert job.complete().status_code == 200
     job.signal_rank(0, signal.SIGKILL)  # no restart is left
     assert job.await_end(15) != 0
+
+
+def test_a_killed_rank_in_the_midst_of_real_work(start_job: StartJob) -> None:
+    job = start_job(entry=("-m", "spmd_serve")).await_ready()  # the bundled model
+    streams = [job.stream() for _ in range(4)]
+    for stream in streams:
+        stream.await_chunks()
+    began = time.monotonic()
+    job.signal_rank(1, signal.SIGKILL)
+    assert [stream.await_end(6) for stream in streams] == ["error"] * 4
+    assert job.await_end(10) != 0
+    job.note("kill -9 of rank 1, real model, 4 streams", time.monotonic() - began)
+    assert f"rank 1 ({HOST}) is lost: its process is gone" in job.log

@@ -26,12 +26,12 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def wait_until(what: Callable[[], bool], timeout_s: float) -> bool:
+def wait_until(what: Callable[[], bool], timeout_s: float, interval_s: float = 0.02) -> bool:
     deadline = time.monotonic() + timeout_s
     while not what():
         if time.monotonic() > deadline:
             return False
-        time.sleep(0.02)
+        time.sleep(interval_s)
     return True
 
 
@@ -126,7 +126,7 @@ class Job:
     # ---- doing something -----------------------------------------------------------------------------------------
 
     def await_ready(self, timeout_s: float = READY_S) -> Job:
-        ready = wait_until(lambda: self.health() == 200 or self.processes[0].poll() is not None, timeout_s)
+        ready = wait_until(lambda: self.health() == 200 or self.processes[0].poll() is not None, timeout_s, 0.1)
         assert ready and self.health() == 200, self.log
         return self
 

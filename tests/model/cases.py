@@ -10,14 +10,14 @@ _STORY = (
 )
 
 # More than 600 tokens: several chunks with the servers' --max-batch-tokens.
-LONG = Case("Summary of the keeper's diary. " + _STORY * 14 + "One night in November the keeper")
+LONG = Case("Summary of the keeper's diary. " + _STORY * 14 + "One night in November the keeper", 10)
 
 SOLO = (
-    Case("The capital of France is"),
-    Case("def fibonacci(n):\n    "),
+    Case("The capital of France is", 10),
+    Case("def fibonacci(n):\n    ", 10),
     Case("1, 2, 3, 5, 8, 13, 21,"),
-    Case("Les trois plus grandes villes de l'été: 東京, 🌍 et"),
-    Case((("system", "You answer briefly."), ("user", "Which planet is the largest one?"))),
+    Case("Les trois plus grandes villes de l'été: 東京, 🌍 et", 12),
+    Case((("system", "You answer briefly."), ("user", "Which planet is the largest one?")), 10),
     LONG,
 )
 

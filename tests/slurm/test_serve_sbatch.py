@@ -151,8 +151,9 @@ def test_the_time_limit_drains_and_scancel_too(cluster: Cluster, text: str) -> N
     deadline = time.monotonic() + 60
     streams: list[Stream] = []
     while time.monotonic() < deadline and (not streams or streams[-1].error is None):
-        streams.append(Stream(box, 24))
+        streams.append(Stream(box, 8))
         streams[-1].start().join()
+        time.sleep(1)  # the rest of the tests has use for the cores
     refused = streams.pop()
     assert isinstance(refused.error, (openai.InternalServerError, openai.APIConnectionError)), "503, or gone already"
     assert [s.finish_reason for s in streams] == ["length"] * len(streams), "what ran could finish"

@@ -213,7 +213,9 @@ ranks = [subprocess.Popen([sys.executable, "-c", {rank!r}]) for _ in range(2)]
 sys.exit(sum(rank.wait() for rank in ranks))"""
     code = f"set -euo pipefail; . {LAUNCH}/venv.sh; . {LAUNCH}/ranks.sh; run_ranks 2"
     env = {**os.environ, "PYTHON": fake_torchrun(tmp_path, body), "TMPDIR": str(tmp_path)}
-    process = subprocess.Popen(["bash", "-c", code], env=env, stdout=subprocess.PIPE, start_new_session=True)
+    # A shell cannot trap what was ignored when it began, as nohup and background jobs leave it.
+    command = ["env", "--default-signal=HUP,INT", "bash", "-c", code]
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, start_new_session=True)
     assert process.stdout is not None
     with process, process.stdout:
         assert [process.stdout.readline() for _ in range(2)] == [b"up\n", b"up\n"]
