@@ -7,6 +7,7 @@ that the padding stays below the work. A prefill chunk is one call each. Pages t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +34,18 @@ class _Chunk:
     span: ChunkSpan
     pages: Pages
     masks: dict[int | None, Tensor | None] = field(default_factory=dict)
+
+
+class ScriptedDecode(NamedTuple):
+    """What kernels/scripted.py takes of a step of decoding rows: `pages` of all rows, or None and `length` pages from `first` on.
+
+    mask: float32 [rows, 1, 1, keys], for one kind of layer.
+    """
+
+    pages: Tensor | None
+    first: int
+    length: int
+    mask: Tensor
 
 
 class TorchAttention:
@@ -66,6 +79,17 @@ class TorchAttention:
             rows = slice(chunk.span.offset, chunk.span.offset + chunk.span.length)
             out[rows] = _prefill(q[rows], k_cache, v_cache, chunk, spec)
         return out
+
+    def scripted_decode(self, spec: AttentionSpec, page_size: int) -> ScriptedDecode | None:
+        """The planned step for kernels/scripted.py, if it has no chunks and rows of similar length, and the layers no soft cap."""
+        if len(self._groups) != 1 or self._chunks or spec.softcap is not None:
+            return None
+        (group,) = self._groups
+        if isinstance(group.pages, slice):
+            pages, first, length = None, group.pages.start, group.pages.stop - group.pages.start
+        else:
+            pages, first, length = group.pages, 0, group.pages.shape[1]
+        return ScriptedDecode(pages, first, length, _decode_mask(group, length * page_size, spec.window, torch.float32))
 
     def decode(self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
         raise NotImplementedError("this backend attends to decoding rows like to others")
@@ -111,16 +135,22 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _DecodeGroup, sp
     kv_heads = k_cache.shape[2]
     k = _gather(k_cache, group.pages, q.dtype, rows)
     v = _gather(v_cache, group.pages, q.dtype, rows)
-    key = (spec.window, q.dtype)
-    if key not in group.masks:
-        positions = torch.arange(k.shape[2], device=q.device)
-        hidden = positions[None, :] >= group.lengths[:, None]
-        if spec.window is not None:
-            hidden |= positions[None, :] < group.lengths[:, None] - spec.window
-        mask = torch.zeros(hidden.shape, dtype=q.dtype, device=q.device).masked_fill_(hidden, float("-inf"))
-        group.masks[key] = mask[:, None, None, :]
+    mask = _decode_mask(group, k.shape[2], spec.window, q.dtype)
     grouped = q.view(rows, kv_heads, q_heads // kv_heads, head_dim)
-    return _sdpa(grouped, k, v, group.masks[key], False, spec).reshape(rows, q_heads, head_dim)
+    return _sdpa(grouped, k, v, mask, False, spec).reshape(rows, q_heads, head_dim)
+
+
+def _decode_mask(group: _DecodeGroup, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
+    """-inf where a row does not look, else 0: [rows, 1, 1, keys]."""
+    mask = group.masks.get((window, dtype))
+    if mask is None:
+        positions = torch.arange(keys, device=group.lengths.device)
+        hidden = positions[None, :] >= group.lengths[:, None]
+        if window is not None:
+            hidden |= positions[None, :] < group.lengths[:, None] - window
+        mask = torch.zeros(hidden.shape, dtype=dtype, device=hidden.device).masked_fill_(hidden, float("-inf"))
+        mask = group.masks[window, dtype] = mask[:, None, None, :]
+    return mask
 
 
 def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: _Chunk, spec: AttentionSpec) -> Tensor:

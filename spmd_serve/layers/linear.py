@@ -13,6 +13,7 @@ from torch import Tensor
 from spmd_serve.kernels.fp8 import Fp8Format, Fp8Weight, fp8_linear
 from spmd_serve.kernels.linear import Norm, linear
 from spmd_serve.kernels.packed import CpuWeight, pack
+from spmd_serve.kernels.scripted import ScriptWeight, script_weight
 from spmd_serve.layers.norm import RMSNorm
 
 
@@ -32,6 +33,7 @@ class Linear:
         self._dtype = dtype
         self.weight: Tensor | Fp8Weight
         self._packed: CpuWeight | None = None
+        self.script_weight: ScriptWeight | None = None  # made by `pack`, where kernels/scripted.py can take it
         if fp8 is None:
             self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
         else:
@@ -46,6 +48,7 @@ class Linear:
                 return  # the GPU's kernels read it as it is
             weight = weight.dequantize(self._dtype)  # CPUs have no arithmetic for it
         self._packed = pack(weight)
+        self.script_weight = script_weight(self._packed, self.bias)
         self.weight = weight.new_empty(0)
 
     def __call__(

@@ -25,6 +25,7 @@ from spmd_serve.layers.moe import Experts, route
 from spmd_serve.layers.norm import HeadsNorm, RMSNorm
 from spmd_serve.layers.rotary import rope_factors, rope_table, rotate
 from spmd_serve.models.model_config import LayerSpec, ModelConfig
+from spmd_serve.models.scripted_layers import ScriptedLayers, script_layers
 from spmd_serve.models.weights import WeightPiece
 
 KVLayers = list[tuple[Tensor, Tensor]]
@@ -101,12 +102,12 @@ class Attention:
     def __init__(self, ctx: DecoderContext, layer: LayerSpec, rope_table: Tensor | None, prefix: str) -> None:
         model, part = ctx.model, ctx.partition
         self._ctx = ctx
-        self._layer = layer
+        self.layer = layer
         self._rope_table = rope_table
         self._prefix = prefix
         self._q_heads, self._kv_heads, self._head_dim = len(part.q_heads), len(part.kv_heads), model.head_dim
         scale = model.attn_scale if model.attn_scale is not None else model.head_dim**-0.5
-        self._spec = AttentionSpec(scale=scale, window=layer.window, softcap=model.attn_softcap)
+        self.spec = AttentionSpec(scale=scale, window=layer.window, softcap=model.attn_softcap)
         rows = (self._q_heads + 2 * self._kv_heads) * self._head_dim
         self.qkv = ctx.linear(model.hidden_size, rows, bias=model.qkv_bias)
         # The output bias is added once, by rank 0.
@@ -144,16 +145,16 @@ class Attention:
         attention = self._ctx.attention
         if not attention.fuses_decode:
             cache = self._cache_gpu if qkv.is_cuda else self._cache
-            return attention.attend(cache(qkv, step, k_cache, v_cache), k_cache, v_cache, self._spec)
+            return attention.attend(cache(qkv, step, k_cache, v_cache), k_cache, v_cache, self.spec)
         decodes, rotation = step.num_decodes, self._rotation()
         if decodes == qkv.shape[0]:
-            return attention.decode(qkv, rotation, k_cache, v_cache, self._spec)
+            return attention.decode(qkv, rotation, k_cache, v_cache, self.spec)
         chunks = step.without_decodes()
         q = self._cache_gpu(qkv[decodes:], chunks, k_cache, v_cache)
-        out = attention.attend(q, k_cache, v_cache, self._spec)
+        out = attention.attend(q, k_cache, v_cache, self.spec)
         if decodes == 0:
             return out
-        return torch.cat((attention.decode(qkv[:decodes], rotation, k_cache, v_cache, self._spec), out))
+        return torch.cat((attention.decode(qkv[:decodes], rotation, k_cache, v_cache, self.spec), out))
 
     def _cache(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """QK-norm, rotation, K and V into the cache; returns q, [tokens, q_heads, head_dim]."""
@@ -162,8 +163,8 @@ class Attention:
         qk, v = heads[:, :split], heads[:, split:]
         if self.q_norm is not None and self.k_norm is not None:
             qk = torch.cat((self.q_norm(qk[:, : self._q_heads]), self.k_norm(qk[:, self._q_heads :])), dim=1)
-        if self._layer.rope is not None:
-            qk = rotate(qk, *step.ropes[self._layer.rope])
+        if self.layer.rope is not None:
+            qk = rotate(qk, *step.ropes[self.layer.rope])
         store(k_cache, step.kv_locations, qk[:, self._q_heads :])
         store(v_cache, step.kv_locations, v)
         return qk[:, : self._q_heads]
@@ -355,6 +356,11 @@ class DecoderLayer:
         self.attention(stream, step, kv, norm=self.attention_pre, residual=stream)
         self.mlp(stream, norm=self.mlp_pre, residual=stream)
 
+    def linears(self) -> tuple[Linear | None, ...]:
+        """qkv, o, gate_up, down; None in the place of experts."""
+        mlp = (self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, MLP) else (None, None)
+        return self.attention.qkv, self.attention.o, *mlp
+
     def pieces(self) -> Iterator[WeightPiece]:
         yield from self.attention.pieces()
         yield from self.mlp.pieces()
@@ -383,6 +389,7 @@ class Decoder:
         self._embed_scale = float(torch.tensor(model.embed_scale, dtype=ctx.dtype))
         self.layers = [DecoderLayer(ctx, i, self._rope_tables) for i in range(model.num_layers)]
         self.norm = ctx.norm(model.hidden_size)
+        self._scripted: ScriptedLayers | None = None  # made by `pack`
         self.lm_head = ctx.plain_linear(model.hidden_size, len(part.vocab))
         if model.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
@@ -400,6 +407,8 @@ class Decoder:
         x = self.embedding(tokens).to(self._ctx.activations)
         if self._ctx.model.embed_scale != 1.0:
             x = x * self._embed_scale
+        if self._scripted is not None and self._scripted.decode_(x, step, kv):
+            return self.norm(x)
         if self.layers[0].can_accumulate:
             for layer, caches in zip(self.layers, kv, strict=True):
                 layer.accumulate_(x, step, caches)
@@ -418,6 +427,7 @@ class Decoder:
             layer.attention.pack()
             layer.mlp.pack()
         self.lm_head.pack()
+        self._scripted = script_layers(self._ctx, self.layers)
 
     def logits(self, hidden: Tensor) -> Tensor:
         """hidden: [rows, hidden] -> [rows, vocabulary rows of this rank], in the compute type or float32."""
