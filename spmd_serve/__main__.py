@@ -71,6 +71,9 @@ def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, int | None]:
     try:
         config = parse_args(argv)
         _rank0_check_port(config)
+        folder = Path(config.server.address_file or "").parent
+        if not folder.is_dir():
+            raise ConfigError(f"--address-file: there is no folder {folder}")
     except ConfigError as exc:
         _say_error(exc)
         return None, USER_ERROR
@@ -224,6 +227,7 @@ def _serve(
     loop.run()
     liveness.leave()
     board.gather("stopped", True)
+    assembly.runner.close()
     if ranks.rank == 0:
         logger.info("stopped: all %d ranks have left the step loop after step %s", ranks.world_size, progress.step)
 

@@ -165,6 +165,7 @@ class LLM:
 
     def close(self) -> None:
         """Leave the ranks' process group."""
+        self._assembly.runner.close()
         leave_group()
 
     def _encode(self, text: str) -> list[int]:

@@ -18,7 +18,8 @@ from spmd_serve.types import ServicePhase
 
 TICK_S = 0.2
 SLOW_S = 1.0  # a step that takes longer is published with the place where it is
-COLLECTIVES = ("/torch/distributed/", "/spmd_serve/distributed/host_memory.py")  # code that waits for other ranks
+# Code that waits for other ranks; or for the device, in whose queue a collective waits for them.
+COLLECTIVES = ("/torch/distributed/", "/torch/cuda/", "/spmd_serve/distributed/host_memory.py")
 STDLIB = os.path.dirname(os.__file__) + "/"
 
 

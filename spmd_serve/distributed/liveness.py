@@ -59,7 +59,11 @@ class Liveness:
         self._ranks = board.ranks
         self._peers = board.peers
         self._own = board.peers[board.ranks.rank]
-        self._neighbours = [p for p in board.peers if p.node == self._own.node and p.pid != self._own.pid]
+        own = self._own
+        # Without LOCAL_RANK all count as of node 0; pids say nothing about another host's processes.
+        self._neighbours = [
+            p for p in board.peers if (p.node, p.hostname) == (own.node, own.hostname) and p.pid != own.pid
+        ]
         self._progress = progress
         self._signals = signals
         self._messenger = Messenger(board, progress)

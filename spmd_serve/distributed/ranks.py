@@ -9,6 +9,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import timedelta
@@ -19,6 +20,7 @@ from spmd_serve.errors import ConfigError, DistributedError
 if TYPE_CHECKING:
     from torch.distributed import Store  # type: ignore[attr-defined]
 
+_LEAVE_S = 2.0
 CONNECT_TIMEOUT_S = 28.0  # to reach the store, to hear from every rank, and to connect the ranks: each
 
 
@@ -200,8 +202,13 @@ def join_group(ranks: RankInfo, store: Store | None, timeout_s: float) -> None:
 
 
 def leave_group() -> None:
-    """Close the connections to the other ranks; may be called on every way out."""
+    """Close the connections to the other ranks; may be called on every way out.
+
+    What cannot be closed, because a collective of the GPU hangs in it, is left to the end of the process.
+    """
     import torch.distributed as dist
 
     if dist.is_available() and dist.is_initialized():
-        dist.destroy_process_group()
+        closing = threading.Thread(target=dist.destroy_process_group, daemon=True)
+        closing.start()
+        closing.join(_LEAVE_S)

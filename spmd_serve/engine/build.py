@@ -26,6 +26,7 @@ from spmd_serve.models.weights import LoadReport, load_weights, open_source
 logger = logging.getLogger(__name__)
 
 _CPU_KV_MEMORY = 2**30
+_FLASHINFER_HEAD_DIMS = (64, 128, 256)  # of its prefill kernels for Hopper
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
@@ -75,6 +76,7 @@ def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> 
             f"--max-model-len {max_len} exceeds what the model was made for ({model.max_position} tokens)"
         )
     dtype = str(pick_dtype(config.model.dtype, model, device)).removeprefix("torch.")
+    attention = _pick_attention(config.engine.attention, model, gpu=gpu)
     replace = dataclasses.replace
     return replace(
         config,
@@ -86,11 +88,9 @@ def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> 
         engine=replace(
             config.engine,
             device=device.type,
-            attention=("flashinfer" if gpu else "torch")
-            if config.engine.attention == "auto"
-            else config.engine.attention,
+            attention=attention,
             overlap=gpu if config.engine.overlap is None else config.engine.overlap,
-            cuda_graphs=config.engine.cuda_graphs and gpu,
+            cuda_graphs=config.engine.cuda_graphs and attention == "flashinfer" and _can_capture(model, dtype, device),
         ),
         # Measured with 200 streams: with a GPU's quick steps the GIL of a thread costs 10% of them; where the CPU computes,
         # a process more gains nothing.
@@ -98,6 +98,31 @@ def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> 
         if config.server.frontend == "auto"
         else config.server,
     )
+
+
+def _pick_attention(requested: str, model: ModelConfig, *, gpu: bool) -> str:
+    """flashinfer or torch.
+
+    Raises:
+        ConfigError: FlashInfer was asked for, and has no prefill kernel for the model's heads.
+    """
+    fits = model.head_dim in _FLASHINFER_HEAD_DIMS
+    if requested == "flashinfer" and not fits:
+        raise ConfigError(
+            f"FlashInfer has no prefill kernel for heads of {model.head_dim} (it has {_FLASHINFER_HEAD_DIMS}); give --attention torch"
+        )
+    if requested != "auto":
+        return requested
+    if gpu and not fits:
+        logger.warning(
+            "attention in plain torch, without CUDA graphs: FlashInfer has no kernel for heads of %d", model.head_dim
+        )
+    return "flashinfer" if gpu and fits else "torch"
+
+
+def _can_capture(model: ModelConfig, dtype: str, device: torch.device) -> bool:
+    """Whether decode steps run without waiting for the device: torch's grouped product reads sizes back where it has no kernel."""
+    return model.moe is None or (dtype == "bfloat16" and torch.cuda.get_device_capability(device)[0] in (9, 10))
 
 
 def build_decoder(
@@ -179,7 +204,7 @@ def count_pages(
     per_page = KVCache.bytes_per_page(model, max(len(partition.kv_heads), 1), cache.page_size, dtype)
     memory = cache.kv_memory
     if memory is None:
-        memory = _free_gpu_memory(cache.gpu_memory_utilization, runner) if device.type == "cuda" else _CPU_KV_MEMORY
+        memory = _free_gpu_memory(config, runner) if device.type == "cuda" else _CPU_KV_MEMORY
     pages = torch.tensor(memory // per_page, dtype=torch.int64, device=device)
     count = int(comm.all_reduce_min_(pages))
     if count < 1:
@@ -190,11 +215,11 @@ def count_pages(
     return count
 
 
-def _free_gpu_memory(utilization: float, runner: ModelRunner) -> int:
-    activations = runner.measure_activations()
+def _free_gpu_memory(config: Config, runner: ModelRunner) -> int:
+    activations = runner.measure_activations(cuda_graphs=config.engine.cuda_graphs)
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
-    return max(int(free - (1 - utilization) * total) - activations, 0)
+    return max(int(free - (1 - config.cache.gpu_memory_utilization) * total) - activations, 0)
 
 
 def _is_unused(model: ModelConfig) -> Callable[[str], bool]:

@@ -101,6 +101,13 @@ class DecodeGraphs:
         self._uploaded = slots
         return self._sizes[bisect.bisect_left(self._sizes, len(slots))]
 
+    def release(self) -> None:
+        """Drop the graphs: NCCL does not close a communicator while a graph refers to it."""
+        for forward, _, sample, _ in self._graphs.values():
+            forward.reset()
+            sample.reset()
+        self._graphs.clear()
+
     def fits(self, count: int) -> bool:
         """Whether a step of `count` rows was captured."""
         return 0 < count <= self._sizes[-1]

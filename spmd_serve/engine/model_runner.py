@@ -92,10 +92,11 @@ class ModelRunner:
         """Allocate the KV pool and capture the decode steps. Collective."""
         self._kv = self._make_kv(num_pages)
         if cuda_graphs:
-            sizes = graph_sizes(min(self._limits.max_num_seqs, self._limits.max_batch_tokens))
             padding = self._rows.padding_slot
             with torch.inference_mode():
-                graphs = DecodeGraphs(self._decode_forward, self._decode_sample, sizes, padding, self._device)
+                graphs = DecodeGraphs(
+                    self._decode_forward, self._decode_sample, self._graph_sizes(), padding, self._device
+                )
                 graphs.capture(progress=self._comm.rank == 0)
             self._graphs = graphs
         if self._device.type == "cuda":
@@ -104,9 +105,15 @@ class ModelRunner:
                 if count <= min(self._limits.max_batch_tokens, self._limits.max_model_len, num_pages):
                     self._run_dummy([count])
 
+    def close(self) -> None:
+        """Let go of what would keep the ranks' process group from closing. No step may follow."""
+        if self._graphs is not None:
+            self._graphs.release()
+            self._graphs = None
+
     @torch.inference_mode()
-    def measure_activations(self) -> int:
-        """Bytes that the largest step needs beside weights and KV pool, on a GPU: run it once on a pool of its own.
+    def measure_activations(self, *, cuda_graphs: bool) -> int:
+        """Bytes that the largest step and the graphs need beside weights and KV pool, on a GPU: run it once on a pool of its own.
 
         Call before `allocate`. Collective.
         """
@@ -119,8 +126,14 @@ class ModelRunner:
         self._run_dummy(counts)
         pool = self._kv.nbytes
         self._kv = None
-        logits = 4 * limits.max_num_seqs * len(self._partition.vocab)
-        return torch.cuda.max_memory_allocated(device) - before - pool + 2 * logits
+        logits = 2 * 4 * limits.max_num_seqs * len(self._partition.vocab)
+        if cuda_graphs:  # the logits of each size stay
+            itemsize = 4 if self._model.final_softcap else self._decoder.dtype.itemsize
+            logits += itemsize * sum(self._graph_sizes()) * len(self._partition.vocab)
+        return torch.cuda.max_memory_allocated(device) - before - pool + logits
+
+    def _graph_sizes(self) -> list[int]:
+        return graph_sizes(min(self._limits.max_num_seqs, self._limits.max_batch_tokens))
 
     def _run_dummy(self, counts: list[int]) -> None:
         """Prefill rows of `counts` tokens in pages from 0 on. What it leaves behind is overwritten by admissions."""

@@ -42,7 +42,7 @@ class Fp8Weight:
 
     @classmethod
     def empty(cls, out_features: int, in_features: int, kind: Fp8Format, device: torch.device) -> Fp8Weight:
-        """All zero, to be filled."""
+        """To be filled: the values are whatever was in the memory, the scales zero."""
         block = kind.block
         blocks = 1 if block is None else -(-in_features // block)
         values = torch.empty(out_features, in_features, dtype=FP8, device=device)

@@ -6,6 +6,8 @@ sums meet in the MLP's all-reduce.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -13,6 +15,9 @@ from torch.nn import functional as F
 from spmd_serve.kernels.activation import gated_activation
 from spmd_serve.kernels.linear import linear
 from spmd_serve.kernels.packed import CpuWeight, pack
+
+# Older releases of torch have it under a private name.
+_grouped_mm: Callable[..., Tensor] = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
 
 def route(logits: Tensor, top_k: int, *, normalize: bool) -> tuple[Tensor, Tensor]:
@@ -81,8 +86,8 @@ class Experts:
         numbers = torch.arange(count, device=x.device)
         ends = torch.searchsorted(sorted_group, numbers, right=True).to(torch.int32)
         inputs = x[order // top_k]
-        hidden = gated_activation(F.grouped_mm(inputs, self.gate_up.transpose(1, 2), offs=ends), self._activation)
-        outputs = F.grouped_mm(hidden, self.down.transpose(1, 2), offs=ends)
+        hidden = gated_activation(_grouped_mm(inputs, self.gate_up.transpose(1, 2), offs=ends), self._activation)
+        outputs = _grouped_mm(hidden, self.down.transpose(1, 2), offs=ends)
         # Rows behind the last group are whatever was in memory.
         outputs = torch.where(sorted_group[:, None] < count, outputs, 0)
         back = torch.empty_like(outputs)

@@ -394,6 +394,11 @@ class Decoder:
         if model.tie_embeddings:
             self.lm_head.weight = self.embedding.weight
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self._ctx.dtype
+
     def __call__(
         self, tokens: Tensor, positions: Tensor, kv_locations: Tensor, num_decodes: int, kv: KVLayers
     ) -> Tensor:

@@ -155,17 +155,21 @@ class Scheduler:
         assert step_input.step >= self._step, f"step {step_input.step} came after step {self._step}"
         self._step = step_input.step
         self._phase = max(self._phase, step_input.phase)
+        self._abort(step_input)  # first, since an arrival may have got its place in the queue from one that left
         for request in step_input.arrivals:
             self._accept(request, step_input.now)
-        for abort in step_input.aborts:
-            sequence = self._live.get(abort.uid)
-            if sequence is not None:
-                self._finish(sequence, abort.reason)
+        self._abort(step_input)  # of requests that came in the same step
         while self._deadlines and self._deadlines[0][0] <= step_input.now:
             self._finish(self._deadlines[0][2], FinishReason.ERROR, "the request's time is up", "timeout")
         if self._phase is ServicePhase.STOP:
             for sequence in list(self._live.values()):
                 self._finish(sequence, FinishReason.ERROR, "the server has shut down", "shutdown")
+
+    def _abort(self, step_input: StepInput) -> None:
+        for abort in step_input.aborts:
+            sequence = self._live.get(abort.uid)
+            if sequence is not None:
+                self._finish(sequence, abort.reason)
 
     def _accept(self, request: Request, now: float) -> None:
         assert request.uid not in self._live, f"request {request.uid} came twice"

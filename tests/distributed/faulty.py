@@ -70,6 +70,9 @@ def _replace_runner() -> None:
         def allocate(self, num_pages: int, cuda_graphs: bool) -> None:
             pass
 
+        def close(self) -> None:
+            pass
+
         def launch(self, batch: ScheduledBatch) -> Step:
             if any(row.params.seed == TRIGGER_SEED for row in batch.new_rows):
                 self._fail()

@@ -223,6 +223,17 @@ def test_queue_limit() -> None:
     loop.check_texts()
 
 
+def test_a_place_in_the_queue_is_free_in_the_step_of_the_abort() -> None:
+    """The frontend counts a request that left as gone at once, and lets another one in."""
+    loop = ToyLoop(max_num_seqs=1, max_queue=2)
+    loop.step([loop.request(uid, [1 + uid, 2, 3], 5) for uid in range(3)])
+    loop.step([loop.request(3, [4, 2, 3], 5)], [Abort(1)])
+    loop.run()
+    assert {uid: f.reason for uid, f in loop.ended.items() if uid != 1}.keys() == {0, 2, 3}
+    assert not [f for f in loop.ended.values() if f.reason is FinishReason.ERROR]
+    loop.check_texts()
+
+
 @BOTH
 def test_drain_then_stop(overlap: bool) -> None:
     """DRAIN: newcomers are refused, those that run or wait go on. STOP: what is left ends at once."""
