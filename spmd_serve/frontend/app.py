@@ -81,7 +81,7 @@ def make_app(config: Config, services: Services) -> ASGIApp:
     async def on_exception(request: Request, error: Exception) -> Response:
         return error_response(RequestError("internal error; the server's log has it", status=500, code="internal"))
 
-    app: ASGIApp = api
+    app: ASGIApp = _HeadAsGet(api)
     if config.server.api_key is not None:
         app = _KeyGuard(app, config.server.api_key)
     if config.server.cors_origin:
@@ -89,6 +89,18 @@ def make_app(config: Config, services: Services) -> ASGIApp:
             app, allow_origins=list(config.server.cors_origin), allow_methods=["*"], allow_headers=["*"]
         )
     return _ResponseCounter(app, services.metrics)
+
+
+class _HeadAsGet:
+    """HEAD wherever GET is: it is answered as GET, and the server leaves out the body."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] == "HEAD":
+            scope = dict(scope, method="GET")
+        await self._app(scope, receive, send)
 
 
 class _KeyGuard:

@@ -27,11 +27,18 @@ class BodyReader:
         """The body; it counts as held until the block is left.
 
         Raises:
-            RequestError: too large (413), too slow (408), cut off (400).
+            RequestError: encoded (415), too large (413), too slow (408), cut off (400).
             OverloadedError: all bodies together are too large now.
         """
         held = 0
         try:
+            encoding = ", ".join(request.headers.getlist("content-encoding"))
+            if encoding.strip().lower() not in ("", "identity"):
+                raise RequestError(
+                    f"Content-Encoding '{encoding[:100]}' is not supported; send the body as it is",
+                    status=415,
+                    code="unsupported_content_encoding",
+                )
             announced = request.headers.get("content-length", "")
             if announced.isdigit() and int(announced) > self._limit:
                 raise self._too_large()
