@@ -135,8 +135,11 @@ class DummyCore:
                 known = [fake_logprobs(t, top, self._vocab_size) for t in request.prompt_ids()[1:]]
                 output.prompt_logprobs.append((uid, 1, known))
         for uid, running in list(self._running.items()):
-            token = next(running.tokens, None)
-            reason = self._emit(uid, running, token, output) if token is not None else FinishReason.STOP
+            if running.request.params.max_tokens == 0:
+                reason: FinishReason | None = FinishReason.LENGTH
+            else:
+                token = next(running.tokens, None)
+                reason = self._emit(uid, running, token, output) if token is not None else FinishReason.STOP
             if reason is not None:
                 del self._running[uid]
                 output.finished.append(Finish(uid, reason))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import secrets
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NoReturn
@@ -11,10 +12,14 @@ import jinja2
 import jinja2.ext
 import jinja2.nodes
 import jinja2.parser
+import orjson
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from spmd_serve.errors import ModelError, RequestError
+from spmd_serve.frontend.schemas import Message
 from spmd_serve.frontend.tokenizer import TextTokenizer, read_json
+
+AFTER_TAG = "  "  # white space that shows whether a template trims contents
 
 
 class _GenerationTag(jinja2.ext.Extension):
@@ -95,6 +100,11 @@ class ChatTemplate:
                 "this model has no chat template; use /v1/completions, or start the server with --chat-template",
                 param="messages",
             )
+        tag, final = "", messages[-1]["content"]
+        if continue_final_message:
+            # Where the final message ends is found by what no template and no client writes.
+            tag = secrets.token_hex(16)
+            messages = [*messages[:-1], messages[-1] | {"content": final + tag + AFTER_TAG}]
         variables = self._variables | extra
         try:
             text = self._template.render(**variables, messages=messages, add_generation_prompt=add_generation_prompt)
@@ -104,18 +114,42 @@ class ChatTemplate:
             raise RequestError(
                 f"the chat template fails on these messages: {type(error).__name__}: {error}", param="messages"
             ) from None
-        return _cut_after(text, messages[-1].get("content") or "") if continue_final_message else text
+        return _cut_at(tag, text, final) if tag else text
 
 
-def _cut_after(text: str, final: str) -> str:
-    """The rendered text up to the end of the final message, which the model shall continue."""
-    start = text.rfind(final.strip())
-    if start < 0:
+def _cut_at(tag: str, text: str, final: str) -> str:
+    """The rendered text up to the tag after `final`, the message that the model shall continue."""
+    end = text.rfind(tag)
+    if end < 0:
         raise RequestError(
             "continue_final_message: the chat template changes the final message, so that it cannot be continued",
             param="continue_final_message",
         )
-    kept = final.lstrip()
-    if text[start : start + len(kept)] == kept:
-        return text[: start + len(kept)]
-    return text[: start + len(final.strip())]
+    trims = not text.startswith(AFTER_TAG, end + len(tag))
+    if trims and final.strip():
+        end -= len(final) - len(final.rstrip())
+    return text[:end]
+
+
+def template_message(message: Message, index: int) -> dict[str, Any]:
+    """A message as chat templates want it: arguments of tool calls as objects, no content as "" ."""
+    role = "system" if message.role == "developer" else message.role
+    result: dict[str, Any] = {"role": role, "content": message.content or ""}
+    if message.name is not None:
+        result["name"] = message.name
+    if message.tool_call_id is not None:
+        result["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        calls = []
+        for number, call in enumerate(message.tool_calls):
+            try:
+                arguments = orjson.loads(call.function.arguments.strip() or "{}")
+            except orjson.JSONDecodeError:
+                raise RequestError(
+                    "arguments of a tool call must be JSON",
+                    param=f"messages[{index}].tool_calls[{number}].function.arguments",
+                ) from None
+            function = {"name": call.function.name, "arguments": arguments}
+            calls.append({"id": call.id, "type": "function", "function": function})
+        result["tool_calls"] = calls
+    return result

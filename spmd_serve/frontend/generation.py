@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Protocol
 
 from spmd_serve.errors import RequestError
@@ -25,6 +26,19 @@ class Connection(Protocol):
 
     def abort(self) -> None:
         """Close at once, whatever is unsent."""
+
+
+@dataclass(frozen=True, slots=True)
+class PromptJson:
+    """What answers show of a prompt's log-probabilities, as JSON.
+
+    Attributes:
+        prompt_logprobs: vLLM's list; b"" when it was not asked for.
+        echoed: name -> list, the lists of /v1/completions; {} when they are not echoed.
+    """
+
+    prompt_logprobs: bytes
+    echoed: dict[str, bytes]
 
 
 class Choice:
@@ -89,8 +103,17 @@ class Choice:
         self.finish: FinishReason | None = None
         self.taken = False
         self.queued = False  # stands in generation.ready
-        self.offset = 0  # characters of text before the next token's, for logprobs' text_offset
+        self.offset = len(prompt.echo_text)  # characters of text before the next token's, for logprobs' text_offset
         self.offset_stream: Detokenizer | None = None
+
+    @property
+    def prompt_json(self) -> PromptJson | None:
+        """Made once for all choices of a prompt; None before."""
+        return self.generation.prompt_json.get(self.index // self.generation.plan.best_of)
+
+    @prompt_json.setter
+    def prompt_json(self, made: PromptJson) -> None:
+        self.generation.prompt_json[self.index // self.generation.plan.best_of] = made
 
     def push(self, token: int, shown: bool) -> bool:
         """Add a token; `shown` is False for a token that stops the request. True when it completes a stop string."""
@@ -135,6 +158,7 @@ class Generation:
     def __init__(self, plan: Plan, connection: Connection) -> None:
         self.plan = plan
         self.choices: list[Choice] = []
+        self.prompt_json: dict[int, PromptJson] = {}  # by the prompt's index
         self.created = int(time.time())
         self.submitted = time.monotonic()
         self.ready: list[Choice] = []

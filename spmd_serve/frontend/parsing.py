@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import orjson
 from pydantic import ValidationError
@@ -29,13 +29,13 @@ def parse_body(data: bytes, schema: type[BodyType]) -> BodyType:
     try:
         return schema.model_validate(value)
     except ValidationError as error:
-        raise _request_error(error, schema) from None
+        raise _request_error(error, value) from None
 
 
-def _request_error(error: ValidationError, schema: type[Body]) -> RequestError:
+def _request_error(error: ValidationError, body: Any) -> RequestError:
     first = error.errors(include_url=False, include_context=True)[0]
-    loc = list(first["loc"])
     kind, message = first["type"], first["msg"]
+    loc = _path(first["loc"], body, missing=kind == "missing")
     if kind == "refused":
         loc.append(first["ctx"]["name"])
     param = ""
@@ -48,3 +48,16 @@ def _request_error(error: ValidationError, schema: type[Body]) -> RequestError:
         return RequestError(f"'{param}' is missing", param=param, code="missing_field")
     code = "unsupported_field" if kind == "refused" and "not supported" in message else None
     return RequestError(f"'{param}' {message[:1].lower()}{message[1:]}", param=param, code=code)
+
+
+def _path(loc: tuple[int | str, ...], body: Any, *, missing: bool) -> list[int | str]:
+    """`loc` without what is not in the body: pydantic also names the branch of a union that it tried.
+
+    `missing`: the last item is a field that the body should have.
+    """
+    path: list[int | str] = []
+    for item in loc[:-1] if missing else loc:
+        if (isinstance(body, dict) and item in body) or (isinstance(body, list) and isinstance(item, int)):
+            path.append(item)
+            body = body[item]  # type: ignore[index]
+    return [*path, loc[-1]] if missing else path

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-import orjson
-
 from spmd_serve.config import Config
 from spmd_serve.errors import RequestError
-from spmd_serve.frontend.chat import ChatTemplate
+from spmd_serve.frontend.chat import ChatTemplate, template_message
 from spmd_serve.frontend.detokenizer import StopStrings
 from spmd_serve.frontend.grammar import GrammarCompiler
 from spmd_serve.frontend.parsing import parse_body
@@ -22,7 +20,6 @@ from spmd_serve.frontend.schemas import (
     CompletionBody,
     DetokenizeBody,
     Generate,
-    Message,
     TokenizeBody,
 )
 from spmd_serve.frontend.tokenizer import TextTokenizer
@@ -30,15 +27,20 @@ from spmd_serve.types import ModelInfo, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions without max_tokens
 GREEDY_BELOW = 1e-5  # temperatures under it would overflow logits / T
+MAX_PROMPT_LOGPROBS = 2**20  # log-probabilities of prompt tokens in one answer: each costs some 10 us and 100 bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One prompt: its ids (int32), the text to echo, and how many tokens it may get."""
+    """One prompt: its ids (int32), the text to echo, and how many tokens it may get.
+
+    `offsets`: where in `echo_text` each token begins, in characters; only when log-probabilities are echoed.
+    """
 
     ids: array[int]
     echo_text: str
     max_tokens: int
+    offsets: Sequence[int] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +94,7 @@ class Planner:
         grammars: GrammarCompiler,
     ) -> None:
         self._server = config.server
+        self._has_priorities = config.scheduler.schedule == "priority"
         self._capacity = config.scheduler.max_queue + config.scheduler.max_num_seqs
         self._default_timeout = config.scheduler.request_timeout
         self._info = info
@@ -116,13 +119,15 @@ class Planner:
             raise RequestError("best_of larger than n cannot be streamed", param="best_of")
         add_special = body.add_special_tokens is not False
         given = self._split_prompts(body.prompt)
-        wanted = body.max_tokens or DEFAULT_COMPLETION_TOKENS
-        prompts = [self._prompt(p, "prompt", wanted, echo, add_special, body.skip_special_tokens) for p in given]
-        shown = max(body.prompt_logprobs or 0, body.logprobs or 0) if echo and body.logprobs is not None else None
+        wanted = _first(body.max_tokens, DEFAULT_COMPLETION_TOKENS)
+        prompts = [self._prompt(p, "prompt", wanted, add_special) for p in given]
+        if echo:
+            prompts = [self._echoed(p, text, body) for p, text in zip(prompts, given, strict=True)]
+        of_prompt = [top for top in (body.prompt_logprobs, body.logprobs if echo else None) if top is not None]
         params = self._params(
             body,
             logprobs=body.logprobs if best_of == (body.n or 1) else body.logprobs or 0,
-            prompt_logprobs=body.prompt_logprobs if shown is None else shown,
+            prompt_logprobs=max(of_prompt, default=None),
             max_tokens=wanted,
         )
         return self._plan(body, prompts, params, best_of=best_of, echo=echo, logprobs=body.logprobs, chat=False)
@@ -133,13 +138,13 @@ class Planner:
         self.check_model(body.model)
         self._check_bound("n", body.n, self._server.max_n)
         self._check_bound("top_logprobs", body.top_logprobs, self._server.max_logprobs)
-        if body.top_logprobs is not None and not body.logprobs:
+        if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
             raise RequestError("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
-        wanted = body.max_completion_tokens or body.max_tokens or self._info.max_model_len
+        wanted = _first(body.max_completion_tokens, body.max_tokens, self._info.max_model_len)
         ids = self.chat_ids(body)
-        prompts = [self._prompt(ids, "messages", wanted, False, False, None)]
+        prompts = [self._prompt(ids, "messages", wanted, False)]
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
         params = self._params(body, logprobs=logprobs, prompt_logprobs=body.prompt_logprobs, max_tokens=wanted)
         return self._plan(body, prompts, params, best_of=body.n or 1, echo=False, logprobs=logprobs, chat=True)
@@ -188,12 +193,12 @@ class Planner:
             )
         assert body.messages is not None
         text = self._template.render(
-            [_template_message(m, i) for i, m in enumerate(body.messages)],
+            [template_message(m, i) for i, m in enumerate(body.messages)],
             add_generation_prompt=generation,
             continue_final_message=final,
             extra=body.chat_template_kwargs or {},
         )
-        self._check_text_length(text, "messages")
+        self._check_text_length(text, "messages", 1)
         ids = self._tokenizer.encode(text, bool(body.add_special_tokens))
         if len(ids) > 1 and ids[0] == ids[1] == self._tokenizer.bos_id:
             return ids[1:]  # both the template and the tokenizer wrote BOS
@@ -205,17 +210,10 @@ class Planner:
         self._check_bound("prompt", len(prompt), self._server.max_prompts, what="number of prompts")
         return list(prompt)
 
-    def _prompt(
-        self,
-        prompt: str | list[int] | array[int],
-        field: str,
-        wanted: int,
-        echo: bool,
-        add_special: bool,
-        skip_special: bool | None,
-    ) -> Prompt:
+    def _prompt(self, prompt: str | list[int] | array[int], field: str, wanted: int, add_special: bool) -> Prompt:
+        least = min(wanted, 1)  # tokens of the answer
         if isinstance(prompt, str):
-            self._check_text_length(prompt, field)
+            self._check_text_length(prompt, field, least)
             ids = self._tokenizer.encode(prompt, add_special)
         elif isinstance(prompt, list):
             self._check_ids(field, prompt)
@@ -225,26 +223,35 @@ class Planner:
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", param=field)
         room = min(self._info.max_model_len, self._info.max_request_tokens) - len(ids)
-        if room < 1:
-            raise self._too_long(f"{len(ids)}", field)
-        text = ""
-        if echo:
-            text = prompt if isinstance(prompt, str) else self._tokenizer.decode(ids, skip_special is not False)
-        return Prompt(ids, text, min(wanted, room))
+        if room < least:
+            raise self._too_long(f"{len(ids)}", field, least)
+        return Prompt(ids, "", min(wanted, room))
 
-    def _check_text_length(self, text: str, field: str) -> None:
+    def _echoed(self, prompt: Prompt, given: str | list[int], body: CompletionBody) -> Prompt:
+        """`prompt` with its text: as it was given, or, of ids, as the tokenizer writes them."""
+        if isinstance(given, str):
+            text, skip_special = given, False
+        else:
+            skip_special = body.skip_special_tokens is not False
+            text = self._tokenizer.decode(given, skip_special)
+        offsets = [] if body.logprobs is None else self._tokenizer.offsets(prompt.ids, text, skip_special)
+        return replace(prompt, echo_text=text, offsets=offsets)
+
+    def _check_text_length(self, text: str, field: str, answer: int) -> None:
         """Refuse a text that must be too long before it costs seconds of tokenizing."""
         least = self._tokenizer.least_tokens(text)
-        if least >= min(self._info.max_model_len, self._info.max_request_tokens):
-            raise self._too_long(f"at least {least}", field)
+        if least + answer > min(self._info.max_model_len, self._info.max_request_tokens):
+            raise self._too_long(f"at least {least}", field, answer)
 
-    def _too_long(self, length: str, field: str) -> RequestError:
+    def _too_long(self, length: str, field: str, answer: int) -> RequestError:
+        """`answer`: the tokens that must be left for the answer, 0 or 1."""
         if self._info.max_model_len <= self._info.max_request_tokens:
             limit = f"the model's context is {self._info.max_model_len} tokens"
         else:
             limit = f"this server's KV pool holds {self._info.max_request_tokens} tokens (see --kv-memory, --num-pages)"
+        share = ", of which at least one is for the answer" if answer else ""
         return RequestError(
-            f"the prompt has {length} tokens, but {limit}, of which at least one is for the answer; shorten the prompt",
+            f"the prompt has {length} tokens, but {limit}{share}; shorten the prompt",
             param=field,
             code="context_length",
         )
@@ -281,7 +288,7 @@ class Planner:
             top_k=max(0, int(_first(body.top_k, defaults.get("top_k"), 0))),
             top_p=float(_first(body.top_p, defaults.get("top_p"), 1.0)),
             min_p=float(_first(body.min_p, defaults.get("min_p"), 0.0)),
-            seed=body.seed if body.seed is not None else secrets.randbits(63),
+            seed=_first(body.seed, secrets.randbits(63)) & MAX_SEED,  # of a negative one the same 63 bits each time
             stop_token_ids=tuple(body.stop_token_ids or ()),
             ignore_eos=bool(body.ignore_eos),
             min_tokens=body.min_tokens or 0,
@@ -310,9 +317,12 @@ class Planner:
                 f"this asks for {best_of * len(prompts)} sequences; this server queues at most {self._capacity}",
                 param="n",
             )
+        self._check_prompt_logprobs(body, prompts, params.prompt_logprobs, best_of)
         options = body.stream_options
-        if options is not None and not body.stream:
+        if options is not None and (options.include_usage or options.continuous_usage_stats) and not body.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")
+        if body.priority and not self._has_priorities:
+            raise RequestError("priority is for servers started with --schedule priority", param="priority")
         timeouts = [t for t in (body.timeout, self._default_timeout) if t is not None]
         return Plan(
             chat=chat,
@@ -336,31 +346,19 @@ class Planner:
             user=body.user or "",
         )
 
+    def _check_prompt_logprobs(self, body: Generate, prompts: list[Prompt], top: int | None, best_of: int) -> None:
+        if top is None:
+            return
+        count = best_of * sum(len(p.ids) for p in prompts) * (top + 1)
+        if count > MAX_PROMPT_LOGPROBS:
+            field = "logprobs" if body.prompt_logprobs is None else "prompt_logprobs"
+            raise RequestError(
+                f"{field} asks for {count} log-probabilities of prompt tokens (choices x tokens x top ones); at most "
+                f"{MAX_PROMPT_LOGPROBS} are answered",
+                param=field,
+            )
+
 
 def _first(*values: Any) -> Any:
     """The first value that is not None."""
     return next(v for v in values if v is not None)
-
-
-def _template_message(message: Message, index: int) -> dict[str, Any]:
-    """A message as chat templates want it: arguments of tool calls as objects, no content as "" ."""
-    role = "system" if message.role == "developer" else message.role
-    result: dict[str, Any] = {"role": role, "content": message.content or ""}
-    if message.name is not None:
-        result["name"] = message.name
-    if message.tool_call_id is not None:
-        result["tool_call_id"] = message.tool_call_id
-    if message.tool_calls:
-        calls = []
-        for number, call in enumerate(message.tool_calls):
-            try:
-                arguments = orjson.loads(call.function.arguments)
-            except orjson.JSONDecodeError:
-                raise RequestError(
-                    "arguments of a tool call must be JSON",
-                    param=f"messages[{index}].tool_calls[{number}].function.arguments",
-                ) from None
-            function = {"name": call.function.name, "arguments": arguments}
-            calls.append({"id": call.id, "type": "function", "function": function})
-        result["tool_calls"] = calls
-    return result

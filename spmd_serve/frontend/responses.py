@@ -17,6 +17,7 @@ from spmd_serve.errors import OverloadedError, RequestError
 from spmd_serve.frontend.answers import error_body, whole_answer
 from spmd_serve.frontend.dispatcher import Dispatcher
 from spmd_serve.frontend.generation import Generation
+from spmd_serve.frontend.logprobs import make_prompt_json
 from spmd_serve.frontend.streaming import EventStream
 from spmd_serve.frontend.tokenizer import TextTokenizer
 
@@ -103,10 +104,11 @@ class GenerationResponse(Response):
             await error_response(generation.error)(scope, receive, send)
         elif not generation.client_left:
             # On a thread, because log-probabilities of a long prompt are a hundred thousand objects.
-            answer = await asyncio.get_running_loop().run_in_executor(
-                self._threads, whole_answer, generation, self._identity, self._tokenizer
-            )
-            await JsonResponse(answer)(scope, receive, send)
+            response = await asyncio.get_running_loop().run_in_executor(self._threads, self._answer)
+            await response(scope, receive, send)
+
+    def _answer(self) -> JsonResponse:
+        return JsonResponse(whole_answer(self._generation, self._identity, self._tokenizer))
 
     async def _stream(self, send: Send) -> None:
         """Send events as they come, the head with the first one, so that what fails before it gets its own status.
@@ -117,14 +119,17 @@ class GenerationResponse(Response):
         """
         generation, connection = self._generation, self._connection
         stream = EventStream(generation, self._identity, self._tokenizer)
+        loop = asyncio.get_running_loop()
 
         def push() -> bool:
-            if connection.writable and (data := stream.take()):
+            if connection.writable and stream.unprepared() is None and (data := stream.take()):
                 connection.write_chunk(data)
             return not generation.ready
 
         started = False
         while not generation.client_left:
+            while (choice := stream.unprepared()) is not None:
+                await loop.run_in_executor(self._threads, make_prompt_json, choice, self._tokenizer)
             data = stream.take()
             over = generation.over and not generation.ready
             if over:

@@ -1,8 +1,9 @@
 """The bodies of requests: which fields exist, their types and bounds. Anything else is refused, never ignored.
 
 Fields marked "extension" are not OpenAI's; they have the names and meaning that vLLM gives them. A JSON null is the same
-as leaving the field out. OpenAI fields that are known and refused stand in `refused_fields` of each body, with the
-reason that the client gets; the README's capability table is made from these classes.
+as leaving the field out, whatever the field. OpenAI fields that are known and refused stand in `refused_fields` of
+each body, with the reason that the client gets, and `HARMLESS` has their values that ask for what is done anyway; the
+README's capability table is made from these classes.
 """
 
 from __future__ import annotations
@@ -17,8 +18,26 @@ MAX_STOP_LENGTH = 1024  # characters
 MAX_STOP_TOKENS = 256
 MAX_BIASES = 1024
 MAX_SEED = 2**63 - 1
+MIN_SEED = -(2**63)
 MAX_TOKEN_ID = 2**31 - 1
 EXTENSION: dict[str, Any] = {"x-extension": True}
+
+# Values of refused fields with which a client asks for nothing but what this server does.
+HARMLESS: dict[str, tuple[Any, ...]] = {
+    "annotations": ([],),
+    "documents": ([],),
+    "function_call": ("none", "auto"),  # there are no functions to choose from
+    "functions": ([],),
+    "include_obfuscation": (False,),
+    "metadata": ({},),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (False, True),  # there are no calls
+    "service_tier": ("auto", "default"),
+    "store": (False,),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+}
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
@@ -125,14 +144,20 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _drop_refused_nulls(cls, value: Any) -> Any:
-        """A refused field that is null asks for nothing."""
+    def _drop_what_asks_for_nothing(cls, value: Any) -> Any:
+        """Nulls, of unknown fields too, and harmless values of refused ones."""
         if not isinstance(value, dict):
             return value
+        given = {k: v for k, v in value.items() if v is not None}
         for name, reason in cls.refused_fields.items():
-            if value.get(name) is not None:
+            if name in given and not _is_harmless(name, given.pop(name)):
                 raise PydanticCustomError("refused", "{text}", {"text": f"is not supported: {reason}", "name": name})
-        return {k: v for k, v in value.items() if k not in cls.refused_fields}
+        return given
+
+
+def _is_harmless(name: str, value: Any) -> bool:
+    """By type too, because in Python 0 is False."""
+    return any(type(value) is type(harmless) and value == harmless for harmless in HARMLESS.get(name, ()))
 
 
 class StreamOptions(Body):
@@ -187,7 +212,7 @@ class Generate(Body):
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: LogitBias = None
-    seed: int | None = Field(None, ge=0, le=MAX_SEED)
+    seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED)
     user: str | None = Field(None, max_length=4096)
     response_format: ResponseFormat | None = None
 
@@ -217,6 +242,7 @@ class CompletionBody(Generate):
     refused_fields = {"suffix": "this server does not fill in the middle"}
 
     prompt: Prompt
+    max_tokens: int | None = Field(None, ge=0)  # 0 scores the prompt: echo and logprobs
     best_of: int | None = Field(None, ge=1)
     echo: bool | None = None
     logprobs: int | None = Field(None, ge=0)
@@ -228,7 +254,7 @@ _TEXT_ONLY = "this server reads and writes text only"
 
 
 class ToolCallFunction(Body):
-    """A call that the assistant made: `arguments` is JSON in a string."""
+    """A call that the assistant made: `arguments` is JSON in a string; an empty one is no arguments."""
 
     name: str
     arguments: str
@@ -254,7 +280,7 @@ def _check_content(value: Any) -> Any:
         if kind != "text":
             raise wrong(f"part {index} has the type '{str(kind)[:40]}'; {_TEXT_ONLY}")
         text = part.get("text")
-        unknown = sorted(part.keys() - {"type", "text"})
+        unknown = sorted(k for k, v in part.items() if v is not None and k not in ("type", "text"))
         if not isinstance(text, str) or unknown:
             raise wrong(f"part {index} must have a text" + (f" and no '{unknown[0][:40]}'" if unknown else ""))
         texts.append(text)
@@ -277,7 +303,12 @@ Content = Annotated[
 class Message(Body):
     """One message of a chat."""
 
-    refused_fields = {"audio": _TEXT_ONLY, "refusal": "refusals are not modelled", "function_call": "use tool_calls"}
+    refused_fields = {
+        "annotations": _TEXT_ONLY,
+        "audio": _TEXT_ONLY,
+        "function_call": "use tool_calls",
+        "refusal": "refusals are not modelled",
+    }
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None

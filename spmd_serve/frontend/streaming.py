@@ -10,8 +10,9 @@ from typing import Any
 
 import orjson
 
-from spmd_serve.frontend.answers import error_body, finish_name, prompt_logprobs, take_logprobs
+from spmd_serve.frontend.answers import error_body, finish_name
 from spmd_serve.frontend.generation import Choice, Generation
+from spmd_serve.frontend.logprobs import prompt_logprobs, take_logprobs
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.types import FinishReason
 
@@ -32,10 +33,17 @@ class EventStream:
         self._close_text = b'},"logprobs":' if plan.chat else b',"logprobs":'
         self._tail = b',"usage":null}\n\n' if plan.include_usage else b"}\n\n"
         self._plain_end = self._close_text + b'null,"finish_reason":null}]' + self._tail
+        self._shows_prompt = plan.params.prompt_logprobs is not None
         self._plain = plan.logprobs is None and plan.prompt_logprobs is None and not plan.continuous_usage
 
+    def unprepared(self) -> Choice | None:
+        """A ready choice that needs `make_prompt_json` on a thread before it can be taken."""
+        if not self._shows_prompt:
+            return None
+        return next((choice for choice in self._generation.ready if choice.prompt_json is None), None)
+
     def take(self) -> bytes:
-        """All events that are ready; b"" when there are none."""
+        """All events that are ready (none may be unprepared); b"" when there are none."""
         ready = self._generation.ready
         if not ready:
             return b""
@@ -73,7 +81,7 @@ class EventStream:
         entry["logprobs"] = logprobs
         entry["finish_reason"] = finish_name(choice.finish)
         if plan.prompt_logprobs is not None and not choice.taken:
-            entry["prompt_logprobs"] = prompt_logprobs(choice, self._tokenizer)
+            entry["prompt_logprobs"] = prompt_logprobs(choice)
         choice.taken = True
         event = self._head + orjson.dumps(entry) + b"]"
         if plan.continuous_usage:

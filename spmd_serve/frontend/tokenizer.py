@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from array import array
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,8 @@ from spmd_serve.frontend.detokenizer import (
     byte_level_alphabet,
     byte_level_bytes,
 )
+
+MAX_LOST = 256  # characters of a text that its tokens may lack in one place
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -153,6 +155,18 @@ class TextTokenizer:
         text = "".join([stream.step(i) for i in ids]) + stream.flush()
         return text.removeprefix(" ") if self._strips_space else text
 
+    def offsets(self, ids: Sequence[int], text: str, skip_special_tokens: bool) -> list[int]:
+        """Where in `text` each of `ids` begins, in characters: `text` was given, or is `decode` of them.
+
+        Tokens that the text has nothing of (an added BOS, one that is skipped) stand where the text goes on.
+        """
+        stream = self.stream(skip_special_tokens)
+        offsets, end = [], 0
+        for token in ids:
+            start, end = _place(stream.step(token), text, end, token in self.special_ids)
+            offsets.append(start)
+        return offsets
+
     def token_bytes(self, token: int) -> bytes:
         """What one id stands for by itself, special tokens included."""
         if self._shown is not None:
@@ -172,3 +186,22 @@ class TextTokenizer:
         """The tokenizer as tokenizer.json, for libraries that read it (llguidance)."""
         text: str = self._tokenizer.to_str()
         return text
+
+
+def _place(piece: str, text: str, position: int, special: bool) -> tuple[int, int]:
+    """(start, end) of a token's `piece` in `text`, where the tokens before it end at `position`.
+
+    The pieces mostly add up to the text. But SentencePiece puts a space before a text, and after special tokens; some
+    special tokens swallow the white space around them; and some tokenizers change characters (NFC).
+    """
+    if text.startswith(piece, position):  # nearly always
+        return position, position + len(piece)
+    lost = text[position : position + MAX_LOST]
+    for start in (position, position + len(lost) - len(lost.lstrip())):
+        for part in (piece, piece.removeprefix(" ")):
+            if text.startswith(part, start):
+                return start, start + len(part)
+    start = -1 if special else text.find(piece, position, position + len(piece) + MAX_LOST)
+    if start >= 0:
+        return start, start + len(piece)
+    return position, position

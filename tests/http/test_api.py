@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import threading
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,6 +14,8 @@ import pytest
 from support.fake_service import EOS, MODEL, FakeService, bundled_tokenizer, fake_info
 
 from spmd_serve.bench.dummy_core import fake_logprobs
+from spmd_serve.config import Config, SchedulerOptions
+from spmd_serve.frontend.logprobs import make_prompt_json
 
 TEXT = "The quick brown fox 👩‍👩‍👧 日本語 jumps over the lazy dog."
 COUNT = len(bundled_tokenizer().encode(TEXT))
@@ -258,6 +261,78 @@ def test_echo(service: FakeService) -> None:
     assert chunk.choices[0].logprobs == first.choices[0].logprobs
 
 
+def test_offsets_of_an_echo_with_special_tokens(service: FakeService) -> None:
+    """Each token stands at its offset in the text, those that follow the prompt too."""
+    prompt = "<|im_start|>user\nhi<|im_end|>\n"
+    for streamed in (False, True):
+        answer = complete(service, prompt, echo=True, logprobs=0, max_tokens=3, stream=streamed)
+        choices = [c.choices[0] for c in answer] if streamed else answer.choices
+        text = "".join(c.text for c in choices)
+        offsets = [o for c in choices for o in c.logprobs.text_offset]
+        assert offsets == [0, 12, 16, 17, 19, 29, 30, 30, 34]  # <|im_start|> is not shown in the answer
+        assert text == prompt + "user\n"
+        names = [name for c in choices for name in c.logprobs.tokens]
+        assert all(text.startswith(n, o) for n, o in list(zip(names, offsets, strict=True))[:6])
+    ids = bundled_tokenizer().encode(prompt).tolist()
+    logprobs = complete(service, ids, echo=True, logprobs=0, max_tokens=0).choices[0].logprobs
+    assert logprobs.text_offset == [0, 0, 4, 5, 7, 7]
+
+
+def test_scoring_a_prompt(service: FakeService) -> None:
+    """max_tokens 0: the prompt's log-probabilities and no answer."""
+    ids = bundled_tokenizer().encode("one two three").tolist()
+    own, tops = expected(ids, 1)
+    for prompt in ("one two three", ids):
+        answer = complete(service, prompt, echo=True, logprobs=1, max_tokens=0, n=2)
+        for choice in answer.choices:
+            assert (choice.text, choice.finish_reason) == ("one two three", "length")
+            assert choice.logprobs.token_logprobs == [None, *own[1:]]
+            assert choice.logprobs.top_logprobs == [None, *tops[1:]]
+        assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ids), 0)
+        fields = {"echo": True, "logprobs": 1, "max_tokens": 0, "n": 2, "stream_options": {"include_usage": True}}
+        *chunks, last = complete(service, prompt, **fields, stream=True)
+        assert sorted(chunks, key=lambda c: c.choices[0].index)[0].choices[0] == answer.choices[0]
+        assert len(chunks) == 2 and last.usage == answer.usage
+    answer = complete(service, ids, max_tokens=0, stop="x")
+    assert (answer.choices[0].text, answer.choices[0].finish_reason) == ("", "length")
+    assert joined(complete(service, ids, max_tokens=0, stream=True))[:2] == ("", "length")
+
+
+def test_the_prompts_logprobs_are_made_once_and_not_in_the_event_loop(
+    service: FakeService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[str] = []
+    for module in ("answers", "responses"):
+
+        def spy(choice: Any, tokenizer: Any) -> None:
+            if choice.prompt_json is None:
+                made.append(threading.current_thread().name)
+            make_prompt_json(choice, tokenizer)
+
+        monkeypatch.setattr(f"spmd_serve.frontend.{module}.make_prompt_json", spy)
+    prompts = ["one two three", "four five"]
+    fields = {"echo": True, "logprobs": 2, "prompt_logprobs": 1, "n": 3, "max_tokens": 2}
+    whole = complete(service, prompts, **fields)
+    first: dict[int, Any] = {}
+    for chunk in complete(service, prompts, **fields, stream=True):
+        first.setdefault(chunk.choices[0].index, chunk.choices[0])
+    assert len(first) == len(whole.choices) == 6
+    for index, choice in enumerate(whole.choices):
+        assert first[index].prompt_logprobs == choice.prompt_logprobs
+        assert [len(top) for top in choice.logprobs.top_logprobs if top] == [2] * (len(choice.logprobs.tokens) - 1)
+        assert [len(entry) for entry in choice.prompt_logprobs if entry] == [1] * (len(choice.prompt_logprobs) - 1)
+    assert len(made) == 4, "once for each prompt, whole and streamed"
+    assert all(name.startswith("tokenizer") for name in made), made
+
+
+def test_an_answer_of_the_client_goes_back_as_a_message(service: FakeService) -> None:
+    messages = [{"role": "user", "content": "hello"}]
+    answer = chat(service, messages=messages)
+    messages.append(answer.choices[0].message.model_dump())
+    messages.append({"role": "user", "content": "and on"})
+    assert chat(service, messages=messages).choices[0].message.content == "and on"
+
+
 def test_prompt_logprobs(service: FakeService) -> None:
     ids = bundled_tokenizer().encode("one two three").tolist()
     answer = complete(service, ids, prompt_logprobs=2, n=2, max_tokens=1)
@@ -278,8 +353,8 @@ def test_prompt_logprobs(service: FakeService) -> None:
 # ---- what goes to the engine --------------------------------------------------------------------------------------
 
 
-def test_parameters_reach_the_engine(service: FakeService) -> None:
-    service.core.seen.clear()
+def test_parameters_reach_the_engine(start: Any) -> None:
+    service = start(Config(scheduler=SchedulerOptions(schedule="priority")))
     fields = {
         "temperature": 0.5, "top_p": 0.5, "presence_penalty": 1, "frequency_penalty": -1, "seed": 5, "logit_bias": {"9": 3},
         "top_k": 4, "min_p": 0.25, "repetition_penalty": 1.5, "min_tokens": 1, "stop_token_ids": [9], "ignore_eos": True,

@@ -73,11 +73,24 @@ def test_chats_equal_transformers(
     assert tokenizer.encode(text, False).tolist() == ids
 
 
-@pytest.mark.parametrize("final", ["The answer is", " spaces around ", "line\n"])
+@pytest.mark.parametrize(
+    "final", ["The answer is", " spaces around ", "line\n", "", "<", "|", "end", "<|im_end|>", "\n"]
+)
 def test_continued_message_equals_transformers(template: ChatTemplate, theirs: Any, final: str) -> None:
     messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": final}]
     expected = theirs.apply_chat_template(messages, tokenize=False, continue_final_message=True)
     assert render(template, messages, continue_final_message=True) == expected
+
+
+@pytest.mark.parametrize("final", ["", " ", "x", " x ", "x\n", "e", "</s>", "x <", "A: "])
+def test_continued_message_of_a_template_that_trims(tokenizer: TextTokenizer, final: str) -> None:
+    """The template's own white space stays, the content's goes, as without continuing."""
+    template = own("{% for m in messages %}A:\n{{ m.content | trim }}</s>{% endfor %}", tokenizer)
+    messages = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": final}]
+    text = render(template, messages, continue_final_message=True)
+    assert text == "A:\nQ</s>A:\n" + final.strip()
+    assert render(template, messages) == text + "</s>"
+    assert messages[-1]["content"] == final
 
 
 def own(source: str, tokenizer: TextTokenizer) -> ChatTemplate:

@@ -7,12 +7,13 @@ import time
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.fake_service import VOCAB, bundled_tokenizer, model_folder
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 
 from spmd_serve.frontend.detokenizer import (
     ByteStream,
@@ -128,6 +129,83 @@ def test_byte_fallback_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.stream().step(3) == " b"  # what continues a prompt keeps its space
 
 
+# ---- where tokens stand in a text --------------------------------------------------------------------------------
+
+
+@cache
+def sentencepiece_tokenizer() -> TextTokenizer:
+    """Of characters and bytes, with a space before the text and after special tokens, as Llama 2's."""
+    chars = {c: 1 + i for i, c in enumerate("▁abc")}
+    vocab = {"<unk>": 0, **chars, "▁a": 5, "▁b": 6, "ab": 7, **{f"<0x{b:02X}>": 8 + b for b in range(256)}}
+    plain = Tokenizer(models.BPE(vocab, [("▁", "a"), ("▁", "b"), ("a", "b")], byte_fallback=True, unk_token="<unk>"))
+    plain.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+    strip = decoders.Strip(" ", 1, 0)
+    plain.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), strip])
+    plain.add_special_tokens(["<s>", AddedToken("<user>", special=True, rstrip=True, normalized=False)])
+    bos = plain.token_to_id("<s>")
+    plain.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", bos)])
+    with TemporaryDirectory() as folder:
+        save(plain, Path(folder), bos_token="<s>")
+        return TextTokenizer(Path(folder), 300)
+
+
+def check_offsets(tokenizer: TextTokenizer, ids: list[int], text: str, skip: bool) -> list[int]:
+    """Every token of whole characters stands at its offset, but for a space that SentencePiece has added."""
+    offsets = tokenizer.offsets(ids, text, skip)
+    assert offsets == sorted(offsets) and len(offsets) == len(ids)
+    for token, offset in zip(ids, offsets, strict=True):
+        name = tokenizer.token_name(token)
+        hidden = token in tokenizer.special_ids and (skip or token == tokenizer.bos_id)
+        if hidden or name.startswith("bytes:"):
+            continue
+        assert text.startswith(name, offset) or text.startswith(name.removeprefix(" "), offset), (name, offset)
+    return offsets
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(st.sampled_from(["a", "ab", " ", "  b", "é", "😀", "\n", "c", "<|im_start|>", "<|im_end|>"])),
+    st.booleans(),
+)
+def test_offsets_of_a_byte_level_tokenizer(parts: list[str], skip: bool) -> None:
+    tokenizer, text = bundled_tokenizer(), "".join(parts)
+    ids = tokenizer.encode(text).tolist()
+    offsets = check_offsets(tokenizer, ids, text, False)
+    assert offsets == [len(tokenizer.decode(ids[:i], False).rstrip("\ufffd")) for i in range(len(ids))]
+    check_offsets(tokenizer, ids, tokenizer.decode(ids, skip), skip)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(st.sampled_from(["a", "b", "ab", "c", " ", "  b", "é", "😀", "\n", "<user>"])), st.booleans())
+def test_offsets_of_a_sentencepiece_tokenizer(parts: list[str], skip: bool) -> None:
+    tokenizer, text = sentencepiece_tokenizer(), "".join(parts)
+    ids = tokenizer.encode(text).tolist()
+    assert ids[0] == tokenizer.bos_id
+    check_offsets(tokenizer, ids, text, False)
+    check_offsets(tokenizer, ids, tokenizer.decode(ids, skip), skip)
+
+
+def test_offsets_in_plain_numbers() -> None:
+    tokenizer = bundled_tokenizer()
+    text = "<|im_start|>user\nhi<|im_end|>\n"
+    assert tokenizer.offsets(tokenizer.encode(text), text, False) == [0, 12, 16, 17, 19, 29]
+    assert tokenizer.offsets(tokenizer.encode(text), "user\nhi\n", True) == [0, 0, 4, 5, 7, 7]
+    tokenizer = sentencepiece_tokenizer()
+    assert tokenizer.offsets(tokenizer.encode("a b"), "a b", False) == [0, 0, 1]
+    assert tokenizer.offsets(tokenizer.encode("a b")[1:], "a b", True) == [0, 1]
+
+
+def test_offsets_of_a_text_that_the_tokenizer_changes(tmp_path: Path) -> None:
+    plain = Tokenizer.from_file(str(model_folder() / "tokenizer.json"))
+    plain.normalizer = normalizers.NFC()
+    save(plain, tmp_path)
+    tokenizer = TextTokenizer(tmp_path, VOCAB)
+    text = "cafe\u0301 noir et cafe\u0301 cre\u0300me"
+    ids = tokenizer.encode(text)
+    places = dict(zip([tokenizer.token_name(i) for i in ids], tokenizer.offsets(ids, text, False), strict=True))
+    assert text.startswith(" et", places[" et"]) and text.startswith("me", places["me"])
+
+
 def test_wordpiece_tokenizer(tmp_path: Path) -> None:
     """A tokenizer whose text is not its tokens' bytes goes through DecodeStream, with a bounded backlog."""
     vocab = {"[UNK]": 0, "hello": 1, "wor": 2, "##ld": 3, "\ufffd": 4}
@@ -137,6 +215,7 @@ def test_wordpiece_tokenizer(tmp_path: Path) -> None:
     tokenizer = TextTokenizer(tmp_path, 5)
     ids = [1, 2, 3, 1]
     assert tokenizer.decode(ids) == plain.decode(ids) == "hello world hello"
+    assert tokenizer.offsets(ids, "hello world hello", False) == [0, 5, 9, 11]
     began = time.perf_counter()
     text = tokenizer.decode([4] * 4000)  # ends in U+FFFD for ever, like a character that never completes
     assert time.perf_counter() - began < 2

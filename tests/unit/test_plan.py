@@ -14,7 +14,7 @@ from spmd_serve.errors import RequestError
 from spmd_serve.frontend.chat import ChatTemplate, find_template
 from spmd_serve.frontend.grammar import GrammarCompiler
 from spmd_serve.frontend.plan import Plan, Planner
-from spmd_serve.frontend.schemas import ChatBody, CompletionBody
+from spmd_serve.frontend.schemas import HARMLESS, ChatBody, CompletionBody, Message, StreamOptions
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.types import SamplingParams
 
@@ -79,14 +79,85 @@ def test_every_sampling_field_reaches_the_engine(planner: Planner) -> None:
     for name, value in fields.items():
         assert getattr(params, name) == (tuple(value) if isinstance(value, list) else value), name
     assert params.logit_bias == ((7, -100.0), (8, 1.5))
-    plan = chat(
-        planner, logprobs=True, top_logprobs=4, max_completion_tokens=8, priority=-3, cache_salt="s", timeout=2.5
-    )
+    plan = chat(planner, logprobs=True, top_logprobs=4, max_completion_tokens=8, cache_salt="s", timeout=2.5)
     assert plan.params.logprobs == 4
     assert plan.prompts[0].max_tokens == 8
-    assert (plan.priority, plan.cache_salt, plan.timeout) == (-3, "s", 2.5)
+    assert (plan.priority, plan.cache_salt, plan.timeout) == (0, "s", 2.5)
     assert chat(planner, logprobs=True).params.logprobs == 0
     assert chat(planner, logprobs=False).params.logprobs is None
+
+
+def test_priority_counts_where_the_server_goes_by_it(planner: Planner) -> None:
+    by_priority = make_planner(Config(scheduler=SchedulerOptions(schedule="priority")))
+    assert chat(by_priority, priority=-3).priority == -3
+    error = refused(completion, planner, "priority", {"priority": -3})
+    assert "--schedule priority" in error.message
+    assert completion(planner, priority=0).priority == 0
+
+
+def test_any_64_bit_seed_has_a_place_in_the_engines_range(planner: Planner) -> None:
+    def seed(value: int) -> int:
+        return completion(planner, seed=value).params.seed
+
+    assert [seed(i) for i in (0, 5, 2**63 - 1)] == [0, 5, 2**63 - 1]
+    assert [seed(i) for i in (-1, -2, -(2**63))] == [2**63 - 1, 2**63 - 2, 0]
+
+
+def test_a_prompt_can_be_scored_without_an_answer(planner: Planner) -> None:
+    """max_tokens 0 is not the default, and leaves the whole context to the prompt."""
+    plan = completion(planner, max_tokens=0, echo=True, logprobs=1)
+    assert (plan.prompts[0].max_tokens, plan.choice_params(plan.prompts[0], 0).max_tokens) == (0, 0)
+    assert completion(planner, max_tokens=0, prompt=[5] * CONTEXT).prompts[0].max_tokens == 0
+    error = refused(completion, planner, "prompt", {"max_tokens": 0, "prompt": [5] * (CONTEXT + 1)})
+    assert "for the answer" not in error.message
+    refused(completion, planner, "min_tokens", {"max_tokens": 0, "min_tokens": 1})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"stream_options": {}},
+        {"stream_options": {"include_usage": False}},
+        {"stream": True, "stream_options": {"include_obfuscation": False}},
+        {"unknown": None},
+        {"response_format": {"type": "text", "unknown": None}},
+    ],
+    ids=str,
+)
+def test_what_asks_for_nothing_is_accepted(planner: Planner, fields: dict[str, Any]) -> None:
+    for make in (completion, chat):
+        assert make(planner, **fields, seed=1).params == make(planner, seed=1).params
+
+
+def test_harmless_values_of_refused_fields_are_accepted(planner: Planner) -> None:
+    for name, values in HARMLESS.items():
+        for value in values:
+            if name in ChatBody.refused_fields:
+                assert chat(planner, **{name: value}, seed=1).params == chat(planner, seed=1).params
+    assert completion(planner, suffix="").prompts == completion(planner).prompts
+    assert chat(planner, top_logprobs=0).params.logprobs is None
+    known = {name for body in (CompletionBody, ChatBody, StreamOptions, Message) for name in body.refused_fields}
+    assert known >= HARMLESS.keys()
+
+
+def test_an_answer_of_the_client_is_a_message(planner: Planner) -> None:
+    """What the official client's model_dump() gives, with fields of its own that are null."""
+    answer = {"role": "assistant", "content": "hi", "refusal": None, "annotations": [], "audio": None, "parsed": None}
+    part = {"type": "text", "text": "hello", "cache_control": None}
+    plan = chat(planner, messages=[*HELLO, answer, {"role": "user", "content": [part], "unknown": None}])
+    plain = chat(planner, messages=[*HELLO, {"role": "assistant", "content": "hi"}, *HELLO])
+    assert plan.prompts == plain.prompts
+    refused(chat, planner, "messages[0].annotations", {"messages": [answer | {"annotations": [{"type": "x"}]}]})
+
+
+def test_prompt_logprobs_are_bounded(planner: Planner) -> None:
+    prompt = [5] * 5000
+    completion(planner, prompt=prompt, prompt_logprobs=20, n=9)
+    completion(planner, prompt=prompt, logprobs=20, n=128)
+    refused(completion, planner, "prompt_logprobs", {"prompt": prompt, "prompt_logprobs": 20, "n": 10})
+    refused(completion, planner, "prompt_logprobs", {"prompt": [prompt] * 10, "prompt_logprobs": 20})
+    refused(completion, planner, "logprobs", {"prompt": prompt, "echo": True, "logprobs": 20, "n": 10})
+    refused(chat, planner, "prompt_logprobs", {"prompt_logprobs": 20, "n": 128, "messages": HELLO * 100})
 
 
 def test_null_is_the_same_as_absent(planner: Planner) -> None:
@@ -138,6 +209,8 @@ def test_echo_and_best_of(planner: Planner) -> None:
     plan = completion(planner, prompt="hello", echo=True, logprobs=2)
     assert plan.prompts[0].echo_text == "hello"
     assert (plan.params.logprobs, plan.params.prompt_logprobs, plan.prompt_logprobs) == (2, 2, None)
+    plan = completion(planner, prompt="hello", echo=True, logprobs=2, prompt_logprobs=1)
+    assert (plan.params.logprobs, plan.params.prompt_logprobs, plan.logprobs, plan.prompt_logprobs) == (2, 2, 2, 1)
     assert completion(planner, prompt=[28120, EOS], echo=True).prompts[0].echo_text == "hello"
     plan = completion(planner, n=2, best_of=4)
     assert (plan.n, plan.best_of, plan.params.logprobs, plan.logprobs) == (2, 4, 0, None)
@@ -175,18 +248,20 @@ def test_one_bos_in_a_chat(tmp_path: Any) -> None:
 def test_messages_as_templates_want_them() -> None:
     planner = make_planner(template="{{ messages | tojson }}")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
+    bare = {"id": "2", "type": "function", "function": {"name": "g", "arguments": ""}}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "assistant", "content": None, "tool_calls": [call, bare]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
         {"role": "user", "content": "thanks", "name": "Ann"},
     ]
     tokenizer = bundled_tokenizer()
     text = tokenizer.decode(chat(planner, messages=messages).prompts[0].ids, skip_special_tokens=False)
     expected_call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": {"x": [1]}}}
+    expected_bare = {"id": "2", "type": "function", "function": {"name": "g", "arguments": {}}}
     assert json.loads(text) == [
         {"role": "system", "content": "a\nb"},
-        {"role": "assistant", "content": "", "tool_calls": [expected_call]},
+        {"role": "assistant", "content": "", "tool_calls": [expected_call, expected_bare]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
         {"role": "user", "content": "thanks", "name": "Ann"},
     ]
@@ -206,7 +281,6 @@ def test_tokenize_and_detokenize(planner: Planner) -> None:
 COMMON = [
     ("model", {"model": "nothing"}),
     ("model", {"model": 5}),
-    ("max_tokens", {"max_tokens": 0}),
     ("max_tokens", {"max_tokens": -1}),
     ("max_tokens", {"max_tokens": 1.5}),
     ("max_tokens", {"max_tokens": "5"}),
@@ -221,7 +295,7 @@ COMMON = [
     ("n", {"n": 0}),
     ("n", {"n": 5_000_000}),
     ("seed", {"seed": 10**20}),
-    ("seed", {"seed": -1}),
+    ("seed", {"seed": -(2**63) - 1}),
     ("seed", {"seed": 2**63}),
     ("stream", {"stream": "yes"}),
     ("stream_options", {"stream_options": {"include_usage": True}}),
@@ -249,6 +323,10 @@ COMMON = [
     ("prompt_logprobs", {"prompt_logprobs": 21}),
     ("prompt_logprobs", {"prompt_logprobs": -1}),
     ("priority", {"priority": 2**31}),
+    ("priority", {"priority": 1}),
+    ("guided_json", {"guided_json": 5}),
+    ("structured_outputs.json", {"structured_outputs": {"json": [1]}}),
+    ("str", {"str": 1}),
     ("timeout", {"timeout": 0}),
     ("timeout", {"timeout": -5}),
     ("cache_salt", {"cache_salt": "s" * 257}),
@@ -256,7 +334,6 @@ COMMON = [
     ("response_format", {"response_format": {"type": "json_schema"}}),
     ("response_format", {"response_format": "json"}),
     ("structured_outputs", {"structured_outputs": {}}),
-    ("unknown", {"unknown": None}),
     ("unknown", {"unknown": 1}),
     ("use_beam_search", {"use_beam_search": True}),
 ]
@@ -287,6 +364,7 @@ COMPLETION_ONLY = [
     ("best_of", {"best_of": 2, "stream": True}),
     ("n", {"n": 128, "prompt": ["a"] * 100}),
     ("suffix", {"suffix": "x"}),
+    ("suffix", {"suffix": []}),
     ("tools", {"tools": []}),
 ]
 CHAT_ONLY = [
@@ -311,6 +389,13 @@ CHAT_ONLY = [
     ("messages", {"messages": HELLO, "chat_template_kwargs": {"messages": 5}}),
     ("max_tokens", {"max_tokens": 5, "max_completion_tokens": 6}),
     ("max_completion_tokens", {"max_completion_tokens": 0}),
+    ("max_tokens", {"max_tokens": 0}),
+    ("tools", {"tools": [{"type": "function", "function": {"name": "f"}}]}),
+    ("tool_choice", {"tool_choice": "required"}),
+    ("modalities", {"modalities": ["text", "audio"]}),
+    ("service_tier", {"service_tier": "priority"}),
+    ("store", {"store": True}),
+    ("store", {"store": 0}),
     ("logprobs", {"logprobs": 5}),
     ("top_logprobs", {"top_logprobs": 5}),
     ("top_logprobs", {"logprobs": True, "top_logprobs": 21}),

@@ -1,0 +1,127 @@
+"""The JSON of log-probabilities, in the shapes of OpenAI and vLLM.
+
+Those of a prompt can be a million numbers. They are made once for all choices of the prompt, on a thread
+(`make_prompt_json`), and kept as bytes, so that the event loop only copies them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import orjson
+
+from spmd_serve.frontend.generation import Choice, PromptJson
+from spmd_serve.frontend.tokenizer import TextTokenizer
+from spmd_serve.types import TokenLogprobs
+
+LEAST_LOGPROB = -9999.0  # stands for minus infinity, which JSON has not
+
+Item = tuple[int, TokenLogprobs | None]  # a token and its log-probabilities; the first of a prompt has none
+
+
+def make_prompt_json(choice: Choice, tokenizer: TextTokenizer) -> None:
+    """Make what the answer shows of the choice's prompt, unless it has been made. Takes some 10 us for each number."""
+    plan = choice.generation.plan
+    if plan.params.prompt_logprobs is None or choice.prompt_json is not None:
+        return
+    items: list[Item] = [(token, choice.prompt_logprobs.get(i)) for i, token in enumerate(choice.prompt.ids)]
+    prompt_logprobs, echoed = b"", {}
+    if plan.prompt_logprobs is not None:
+        prompt_logprobs = orjson.dumps([_prompt_entry(*item, plan.prompt_logprobs, tokenizer) for item in items])
+    if plan.echo and plan.logprobs is not None:
+        lists = _completion_lists(items, choice.prompt.offsets, plan.logprobs, tokenizer)
+        echoed = {name: orjson.dumps(values) for name, values in lists.items()}
+    choice.prompt_json = PromptJson(prompt_logprobs, echoed)
+
+
+def prompt_logprobs(choice: Choice) -> orjson.Fragment:
+    """vLLM's `prompt_logprobs`: for each prompt token, id -> its log-probability, rank and text."""
+    assert choice.prompt_json is not None
+    return orjson.Fragment(choice.prompt_json.prompt_logprobs)
+
+
+def take_logprobs(choice: Choice, tokenizer: TextTokenizer) -> dict[str, Any] | None:
+    """The choice's log-probabilities that have not been taken yet, in the shape of its endpoint."""
+    plan = choice.generation.plan
+    if plan.logprobs is None:
+        return None
+    items, choice.logprobs = choice.logprobs, []
+    if plan.chat:
+        return _chat_lists(items, plan.logprobs, tokenizer)
+    lists = _completion_lists(items, _take_offsets(choice, items, tokenizer), plan.logprobs, tokenizer)
+    if not plan.echo or choice.taken:
+        return lists
+    assert choice.prompt_json is not None
+    return {name: _joined(choice.prompt_json.echoed[name], values) for name, values in lists.items()}
+
+
+def _joined(head: bytes, tail: list[Any]) -> orjson.Fragment:
+    """A JSON list that is not empty, and what follows."""
+    return orjson.Fragment(head[:-1] + b"," + orjson.dumps(tail)[1:] if tail else head)
+
+
+def _take_offsets(choice: Choice, items: Sequence[Item], tokenizer: TextTokenizer) -> list[int]:
+    """Where each of the next tokens begins in the choice's text, in characters."""
+    stream = choice.offset_stream = choice.offset_stream or tokenizer.stream(choice.generation.plan.skip_special)
+    offsets = []
+    for token, _ in items:
+        offsets.append(choice.offset)
+        choice.offset += len(stream.step(token))
+    return offsets
+
+
+def _clip(logprob: float) -> float:
+    return max(logprob, LEAST_LOGPROB)
+
+
+def _best(logprobs: TokenLogprobs, top: int) -> Iterable[tuple[int, float]]:
+    """The `top` likeliest (the engine may have given more)."""
+    return zip(logprobs.top_ids[:top], map(_clip, logprobs.top_logprobs[:top]), strict=True)
+
+
+def _completion_lists(
+    items: Sequence[Item], offsets: Sequence[int], top: int, tokenizer: TextTokenizer
+) -> dict[str, list[Any]]:
+    """/v1/completions' four lists. The top ones always have the token itself, as OpenAI's do."""
+    own: list[float | None] = []
+    tops: list[dict[str, float] | None] = []
+    names = [tokenizer.token_name(token) for token, _ in items]
+    for name, (_, logprobs) in zip(names, items, strict=True):
+        if logprobs is None:
+            own.append(None)
+            tops.append(None)
+            continue
+        own.append(_clip(logprobs.logprob))
+        best = {tokenizer.token_name(i): value for i, value in _best(logprobs, top)}
+        best.setdefault(name, _clip(logprobs.logprob))
+        tops.append(best)
+    return {"tokens": names, "token_logprobs": own, "top_logprobs": tops, "text_offset": list(offsets)}
+
+
+def _chat_lists(items: Sequence[tuple[int, TokenLogprobs]], top: int, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """/v1/chat/completions' list of objects."""
+
+    def entry(token: int, logprob: float) -> dict[str, Any]:
+        data = tokenizer.token_bytes(token)
+        return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
+
+    content = [
+        entry(token, _clip(logprobs.logprob)) | {"top_logprobs": [entry(i, v) for i, v in _best(logprobs, top)]}
+        for token, logprobs in items
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _prompt_entry(
+    token: int, logprobs: TokenLogprobs | None, top: int, tokenizer: TextTokenizer
+) -> dict[str, Any] | None:
+    if logprobs is None:
+        return None
+
+    def entry(i: int, value: float, rank: int) -> dict[str, Any]:
+        return {"logprob": value, "rank": rank, "decoded_token": tokenizer.token_name(i)}
+
+    entries = {str(i): entry(i, value, rank) for rank, (i, value) in enumerate(_best(logprobs, top), 1)}
+    entries[str(token)] = entry(token, _clip(logprobs.logprob), logprobs.rank)
+    return entries
