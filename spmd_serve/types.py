@@ -220,11 +220,13 @@ class StepTokens:
         logprobs: sampled-row index -> logprobs, for the rows that asked.
         prompt_logprobs: chunk index -> logprobs of the tokens at positions start+1 .. start+len (those that the prompt
             still has), for the rows that asked.
+        grammar_ends: sampled-row index -> how a row's grammar ended with this token: "" is complete, else what went wrong.
     """
 
     tokens: list[int]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
+    grammar_ends: dict[int, str] = field(default_factory=dict)
 
 
 # ---- rank 0: step loop -> frontend --------------------------------------------------------------------------------

@@ -13,6 +13,7 @@ from spmd_serve.attention.base import make_backend
 from spmd_serve.config import Config
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import make_partition
+from spmd_serve.engine.grammar import Grammars
 from spmd_serve.engine.kv_cache import KVCache
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
 from spmd_serve.errors import ConfigError
@@ -165,7 +166,7 @@ def build_runner(
     """Build this rank's shard and load its weights. `config` is resolved. Collective.
 
     Raises:
-        ModelError: the weights do not fit the model.
+        ModelError: the weights do not fit the model, or the ranks have different tokenizers.
     """
     options, cache, scheduler = config.model, config.cache, config.scheduler
     assert options.max_model_len and cache.page_size and scheduler.max_batch_tokens, "config is resolved"
@@ -176,8 +177,10 @@ def build_runner(
         max_model_len=options.max_model_len,
         max_batch_tokens=scheduler.max_batch_tokens,
     )
+    grammars = Grammars(Path(options.tokenizer or folder), model.vocab_size, model.eos_token_ids)
+    grammars.check_alike(comm, device)
     kv_dtype = pick_kv_dtype(config, model, device)
-    return ModelRunner(model, context.partition, decoder, context.attention, comm, limits, folder, kv_dtype, device)
+    return ModelRunner(model, context.partition, decoder, context.attention, comm, limits, grammars, kv_dtype, device)
 
 
 def count_pages(

@@ -6,59 +6,102 @@ serialised form.
 
 from __future__ import annotations
 
+import zlib
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from spmd_serve.errors import SpmdServeError
+from spmd_serve.distributed.collectives import Communicator
+from spmd_serve.errors import ModelError
+from spmd_serve.structured_output import CompiledGrammars, tokenizer_json
 
 
 class Grammars:
-    """Makes matchers for the model's tokenizer, which is read when the first grammar comes."""
+    """Makes matchers for the tokenizer in `folder`, which is read now.
+
+    A model may have no tokenizer (random weights serve token ids): then every sequence with a grammar ends with an error.
+    """
+
+    # The worst case of a step is that all its new rows bring a grammar of their own that is as costly as the frontend lets
+    # pass (its MAX_COMPILE_SECONDS, 0.2): with 256 rows 51 s, below the default --step-timeout. With the largest JSON schemas
+    # (0.05 s each, measured) it is 12 s. Rows that share a grammar compile it once; a copy takes 0.0002 s.
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._folder = folder
         self._vocab_size = vocab_size
-        self._eos = eos_token_ids
-        self._tokenizer: Any = None
+        self._compiled: CompiledGrammars | None = None
+        self._problem = ""
+        self._checksum = 0
+        try:
+            text = tokenizer_json(folder)
+            self._checksum = zlib.crc32(text.encode())
+            self._compiled = CompiledGrammars(text, vocab_size, eos_token_ids)
+        except ModelError as error:
+            self._problem = str(error)
+
+    def check_alike(self, comm: Communicator, device: torch.device) -> None:
+        """Compare the tokenizer with the other ranks'. Collective.
+
+        Raises:
+            ModelError: they differ, or some ranks have none.
+        """
+        own = torch.tensor([self._checksum], dtype=torch.int64, device=device)
+        if len(set(comm.all_gather(own).flatten().tolist())) > 1:  # collective: all ranks, once at the start
+            raise ModelError(
+                f"the tokenizer in {self._folder} is not the same for all ranks, or some do not have it; copy the folder of "
+                "--tokenizer to every host"
+            )
 
     def start(self, grammar: str, output: list[int]) -> GrammarState:
         """A matcher that has seen `output` already."""
-        import llguidance
-
-        if self._tokenizer is None:
-            path = str(self._folder / "tokenizer.json")
-            self._tokenizer = llguidance.LLTokenizer(path, n_vocab=self._vocab_size, eos_token=list(self._eos) or None)
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar)
-        if matcher.is_error():
-            raise SpmdServeError(f"a grammar that the frontend accepted cannot be started: {matcher.get_error()}")
-        state = GrammarState(matcher, self._vocab_size, self._eos)
+        if self._compiled is None:
+            return GrammarState(None, self._problem, self._vocab_size, ())
+        compiled = self._compiled.compile(grammar)
+        state = GrammarState(
+            compiled.matcher.deep_copy(), compiled.problem, self._vocab_size, self._compiled.eos_token_ids
+        )
         for token in output:
             state.accept(token)
         return state
 
 
 class GrammarState:
-    """One sequence's matcher."""
+    """One sequence's matcher, or the `problem` why there is none. `eos_token_ids` are those that end the grammar."""
 
-    def __init__(self, matcher: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+    def __init__(self, matcher: Any, problem: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
         self._matcher = matcher
+        self._problem = problem
         self._vocab_size = vocab_size
-        self._eos = eos_token_ids
+        self.eos_token_ids = eos_token_ids
 
-    def accept(self, token: int) -> None:
-        """Advance by one token of the output."""
-        if token not in self._eos and not self._matcher.is_stopped():
+    def accept(self, token: int) -> str | None:
+        """Advance by one token of the output.
+
+        Returns:
+            None when the output goes on; "" when `token` ended it, complete; else why the grammar cannot go on.
+        """
+        if not self._problem:
             self._matcher.consume_token(token)
+            self._problem = self._matcher.get_error()  # a limit of the parser, for instance: counts, alike on all ranks
+        if self._problem:
+            return f"the grammar cannot be followed any further: {self._problem.splitlines()[0][:300]}"
+        return "" if token in self.eos_token_ids and self._matcher.is_stopped() else None
 
-    def allowed(self, vocab: range, device: torch.device) -> Tensor:
-        """Tokens that may come next: bool [len(vocab)]. When the grammar is complete, only the EOS tokens."""
-        if self._matcher.is_stopped():
-            allowed = torch.zeros(self._vocab_size, dtype=torch.bool)
-            allowed[list(self._eos)] = True
-        else:
-            mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
-            allowed = mask[: self._vocab_size] > 0
+    def allowed(self, vocab: range, device: torch.device, hidden: Sequence[int] = ()) -> Tensor:
+        """Tokens that may come next: bool [len(vocab)]. When the grammar is complete, only the EOS tokens.
+
+        Args:
+            hidden: ids that are not wanted yet. They are allowed all the same when the grammar allows nothing else.
+        """
+        if self._problem:  # whatever is drawn ends the sequence
+            return torch.ones(len(vocab), dtype=torch.bool, device=device)
+        mask = torch.frombuffer(bytearray(self._matcher.compute_logit_bias()), dtype=torch.uint8)
+        allowed = mask[: self._vocab_size] > 0
+        if hidden:
+            others = allowed.clone()
+            others[list(hidden)] = False
+            allowed = others if others.any() else allowed
         return allowed[vocab.start : vocab.stop].to(device)

@@ -6,7 +6,6 @@ import logging
 from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -68,7 +67,7 @@ class ModelRunner:
         attention: AttentionBackend,
         comm: Communicator,
         limits: RunnerLimits,
-        folder: Path,
+        grammars: Grammars,
         kv_dtype: torch.dtype,
         device: torch.device,
     ) -> None:
@@ -83,7 +82,7 @@ class ModelRunner:
         max_pages = -(-limits.max_model_len // limits.page_size)
         self._rows = RowTable(limits.max_num_seqs, max_pages, device)
         self._sampler = Sampler(comm, partition.vocab, model.vocab_size)
-        self._grammars = Grammars(folder, model.vocab_size, model.eos_token_ids)
+        self._grammars = grammars
         self._extras: dict[int, RowExtras] = {}  # slot -> extras, for the rows whose params are not plain
         self._kv: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
@@ -271,11 +270,10 @@ class ModelRunner:
 
         def finish() -> StepTokens:
             ids = read()
-            for i, extra in extras:
-                if extra.grammar is not None:
-                    extra.grammar.accept(ids[i])
+            ends = {i: extra.grammar.accept(ids[i]) for i, extra in extras if extra.grammar is not None}
             found = dict(zip(wants, logprobs.read(), strict=True)) if logprobs is not None else {}
-            return StepTokens(ids, found, _read(prompt_logprobs))
+            grammar_ends = {i: end for i, end in ends.items() if end is not None}
+            return StepTokens(ids, found, _read(prompt_logprobs), grammar_ends)
 
         return PendingStep(finish)
 

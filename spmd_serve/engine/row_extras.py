@@ -27,6 +27,7 @@ class RowExtras:
     bias: tuple[Tensor, Tensor] | None = None  # int64 [n], float32 [n]
     stop_ids: Tensor | None = None  # int64 [n], hidden until min_tokens are there
     grammar: GrammarState | None = None
+    early_stops: tuple[int, ...] = ()  # with a grammar, instead of stop_ids: those of the whole vocabulary
     prompt: list[int] | None = None
 
     @classmethod
@@ -44,13 +45,14 @@ class RowExtras:
         if mine:
             ids, values = zip(*mine, strict=True)
             extras.bias = torch.tensor(ids, device=device), torch.tensor(values, dtype=torch.float32, device=device)
-        if p.min_tokens:
+        if p.grammar is not None:
+            extras.grammar = grammars.start(p.grammar, output)
+            extras.early_stops = (*p.stop_token_ids, *eos_token_ids, *extras.grammar.eos_token_ids)
+        elif p.min_tokens:
             stops = set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos_token_ids))
             extras.stop_ids = torch.tensor(
                 [t - vocab.start for t in sorted(stops) if t in vocab], dtype=torch.int64, device=device
             )
-        if p.grammar is not None:
-            extras.grammar = grammars.start(p.grammar, output)
         if p.prompt_logprobs is not None:
             extras.prompt = prompt
         return extras
@@ -69,7 +71,16 @@ class RowExtras:
         if self.stop_ids is not None and self.generated < p.min_tokens:
             logits.index_fill_(0, self.stop_ids, float("-inf"))
         if self.grammar is not None:
-            logits.masked_fill_(~self.grammar.allowed(self.vocab, logits.device), float("-inf"))
+            allowed = self.grammar.allowed(self.vocab, logits.device, self._hidden())
+            logits.masked_fill_(~allowed, float("-inf"))
+
+    def _hidden(self) -> tuple[int, ...]:
+        """Ids that a grammar's row draws only when its grammar allows nothing else: a complete grammar ends the answer."""
+        if self.generated < self.params.min_tokens:
+            return self.early_stops
+        if self.params.ignore_eos and self.grammar is not None:
+            return self.grammar.eos_token_ids
+        return ()
 
     def note_sampled(self, token: Tensor) -> None:
         """Account for a token just drawn; `token` is a 0-d int64 device tensor, so that nothing waits for the device."""

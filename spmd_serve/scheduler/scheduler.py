@@ -366,6 +366,7 @@ class Scheduler:
         if result.logprobs:
             self._outbox.add_logprobs(sampled, result.logprobs)
         uids, tokens = self._outbox.output.uids, self._outbox.output.tokens
+        grammar_ends = {sampled[i].uid: problem for i, problem in result.grammar_ends.items()}
         for sequence, token in zip(sampled, result.tokens, strict=True):
             if sequence.status is _FINISHED:
                 continue
@@ -373,7 +374,9 @@ class Scheduler:
             known.append(token)
             uids.append(sequence.uid)
             tokens.append(token)
-            if token in sequence.stop_ids and len(known) > sequence.min_length:
+            if grammar_ends and sequence.uid in grammar_ends:  # whatever min_tokens and ignore_eos say
+                self._finish_grammar(sequence, grammar_ends[sequence.uid])
+            elif token in sequence.stop_ids and len(known) > sequence.min_length:
                 self._finish(sequence, FinishReason.STOP)
             elif len(known) >= sequence.limit:
                 self._finish(sequence, FinishReason.LENGTH)
@@ -409,6 +412,12 @@ class Scheduler:
             pool = self._tables.pool
             assert pool.num_used == 0, f"idle, but {pool.num_used} of {pool.num_pages} pages are in use"
             assert not self._running and not self._waiting
+
+    def _finish_grammar(self, sequence: Sequence, problem: str) -> None:
+        if problem:
+            self._finish(sequence, FinishReason.ERROR, problem, "grammar")
+        else:
+            self._finish(sequence, FinishReason.STOP)
 
     def _end(self, finish: Finish) -> None:
         self._outbox.end(finish)

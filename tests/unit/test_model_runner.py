@@ -10,6 +10,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from spmd_serve.attention.torch_native import TorchAttention
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import make_partition
+from spmd_serve.engine.grammar import Grammars
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
 from spmd_serve.models.decoder import Decoder, DecoderContext
 from spmd_serve.models.model_config import LayerSpec, ModelConfig
@@ -67,7 +68,8 @@ def make_runner(folder: Path, page_size: int, max_num_seqs: int = 4) -> ModelRun
     decoder = Decoder(DecoderContext(MODEL, partition, comm, attention, torch.float32, device), 128)
     load_weights(decoder.pieces(), open_source(folder, MODEL, "auto"), progress=False)
     limits = RunnerLimits(page_size, max_num_seqs, 128, 64)
-    runner = ModelRunner(MODEL, partition, decoder, attention, comm, limits, folder, torch.float32, device)
+    grammars = Grammars(folder, MODEL.vocab_size, MODEL.eos_token_ids)
+    runner = ModelRunner(MODEL, partition, decoder, attention, comm, limits, grammars, torch.float32, device)
     runner.allocate(512)
     return runner
 
