@@ -75,6 +75,8 @@ def make_app(config: Config, services: Services) -> ASGIApp:
             return error_response(unknown_path(request.url.path))
         response = error_response(RequestError(str(error.detail), status=error.status_code))
         response.headers.update(error.headers or {})
+        if response.headers.get("allow") == "GET":
+            response.headers["allow"] = "GET, HEAD"  # see _HeadAsGet
         return response
 
     @api.exception_handler(Exception)

@@ -109,7 +109,7 @@ def _answer_http_1_0(cycle: RequestResponseCycle) -> None:
     async def send_plain(message: Any) -> None:
         nonlocal endless
         if message["type"] == "http.response.start":
-            endless = not any(name.lower() == b"content-length" for name, _ in message["headers"])
+            endless = not any(name.lower() == b"content-length" for name, _ in message.get("headers", ()))
             if endless:
                 cycle.chunked_encoding = False
         elif endless:

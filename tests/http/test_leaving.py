@@ -307,7 +307,7 @@ def test_metrics_tell_what_happened(start: Start) -> None:
     for text in texts:
         post(service, prompt=text, max_tokens=100)
     post(service, max_tokens=2, ignore_eos=True)
-    post(service, seed=-1)
+    post(service, temperature=-1)
     assert outcome(service, "stop") == 5
     assert outcome(service, "length") == 1
     assert service.metric("spmd_serve_generation_tokens_total") == service.core.tokens

@@ -255,7 +255,9 @@ def test_head_is_get_without_the_body(service: FakeService, path: str) -> None:
 
 
 def test_head_where_there_is_no_get(service: FakeService) -> None:
-    assert service.http.head("/v1/completions").status_code == 405
+    refused = service.http.head("/v1/completions")
+    assert (refused.status_code, refused.headers["allow"]) == (405, "POST")
+    assert service.http.delete("/health").headers["allow"] == "GET, HEAD"
     assert service.http.head("/nothing").status_code == 404
     with connect(service) as connection:  # nothing of a body stays in the way of the next answer
         connection.sendall(b"HEAD /health HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
