@@ -61,7 +61,7 @@ class GrammarCompiler:
             _check_multiples(grammar)
             compiled = self._grammars.compile(grammar)
             problem = compiled.problem
-        except (ValueError, RuntimeError) as error:
+        except (ValueError, RuntimeError, TypeError) as error:  # orjson's are TypeErrors: integers of more than 64 bits
             if isinstance(error, RequestError):
                 raise
             problem = str(error)

@@ -1,18 +1,31 @@
-"""Structured output: what is compiled is what llguidance enforces, and what is wrong is refused by name."""
+"""Structured output: what is compiled is what the ranks enforce, what is wrong or costly is refused, and how answers end."""
 
 from __future__ import annotations
 
 import json
+import shutil
+from array import array
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-import llguidance
 import pytest
-from support.fake_service import EOS, VOCAB, bundled_tokenizer, fake_info
+import torch
+from support.fake_service import EOS, VOCAB, bundled_tokenizer, fake_info, model_folder
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
 
-from spmd_serve.errors import RequestError
-from spmd_serve.frontend.grammar import MAX_NESTING, MAX_SOURCE, GrammarCompiler
+from spmd_serve.config import SchedulerOptions
+from spmd_serve.distributed.collectives import Communicator
+from spmd_serve.engine.grammar import Grammars, GrammarState
+from spmd_serve.engine.row_extras import RowExtras
+from spmd_serve.errors import ModelError, RequestError
+from spmd_serve.frontend.grammar import MAX_MULTIPLE, MAX_NESTING, MAX_SOURCE, GrammarCompiler
 from spmd_serve.frontend.schemas import CompletionBody
+from spmd_serve.frontend.tokenizer import TextTokenizer
+from spmd_serve.scheduler.scheduler import Scheduler
+from spmd_serve.structured_output import KEPT, CompiledGrammars, tokenizer_json
+from spmd_serve.types import FinishReason, NewRow, Request, SamplingParams, StepInput, StepOutput, StepTokens
 
 SCHEMA = {
     "type": "object",
@@ -31,9 +44,9 @@ def compiler() -> GrammarCompiler:
 
 
 @cache
-def ll_tokenizer() -> llguidance.LLTokenizer:
+def grammars() -> Grammars:
     """As each rank makes its own."""
-    return llguidance.LLTokenizer(bundled_tokenizer().json(), n_vocab=VOCAB, eos_token=[EOS])
+    return Grammars(model_folder(), VOCAB, (EOS,))
 
 
 def compiled(compiler: GrammarCompiler, **fields: Any) -> str | None:
@@ -42,9 +55,26 @@ def compiled(compiler: GrammarCompiler, **fields: Any) -> str | None:
 
 def accepts(grammar: str | None, text: str) -> bool:
     """Whether an engine with this grammar can write `text` and end there."""
-    matcher = llguidance.LLMatcher(ll_tokenizer(), grammar, log_level=0)
-    tokens = bundled_tokenizer().encode(text)
-    return all(matcher.consume_token(token) for token in tokens) and bool(matcher.is_accepting())
+    assert grammar is not None
+    state = grammars().start(grammar, [])
+    return write(state, text) == [None] * len(encode(text)) and bool(mask(state)[EOS])
+
+
+def encode(text: str) -> list[int]:
+    return bundled_tokenizer().encode(text).tolist()
+
+
+def write(state: GrammarState, text: str) -> list[str | None]:
+    """What `accept` says to each token of a text."""
+    return [state.accept(token) for token in encode(text)]
+
+
+def mask(state: GrammarState, hidden: tuple[int, ...] = ()) -> torch.Tensor:
+    return state.allowed(range(VOCAB), torch.device("cpu"), hidden)
+
+
+def optional_properties(count: int) -> dict[str, Any]:
+    return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}}
 
 
 @pytest.mark.parametrize(
@@ -108,6 +138,14 @@ def nested(depth: int) -> dict[str, Any]:
         ("guided_json", {"guided_json": nested(MAX_NESTING + 1)}),
         ("guided_json", {"guided_json": nested(400)}),
         ("guided_json", {"guided_json": {"type": "string", "const": "x" * MAX_SOURCE}}),
+        ("guided_json", {"guided_json": optional_properties(2000)}),
+        ("guided_json", {"guided_json": optional_properties(4000)}),
+        ("guided_json", {"guided_json": {"type": "integer", "multipleOf": MAX_MULTIPLE + 1}}),
+        ("guided_json", {"guided_json": {"type": "number", "multipleOf": 10**40 + 1}}),
+        ("guided_json", {"guided_json": '{"multiple\\u004ff": 999983}'}),
+        ("guided_json", {"guided_json": {"allOf": [{"multipleOf": 997}, {"multipleOf": 991}]}}),
+        ("guided_grammar", {"guided_grammar": 'start: %json {"type": "integer", "multipleOf" : 999983}'}),
+        ("guided_grammar", {"guided_grammar": "start: A\nA: /([ab]*a[ab]{13}b)*/ & ~/(.*b[ab]{13}a.*)/"}),
         ("guided_regex", {"guided_regex": "(("}),
         ("guided_choice", {"guided_choice": ["a", ""]}),
         ("guided_grammar", {"guided_grammar": "start: nothing"}),
@@ -132,3 +170,139 @@ def test_what_is_wrong_is_refused(compiler: GrammarCompiler, param: str, fields:
     assert caught.value.status == 400
     assert caught.value.param == param
     assert len(caught.value.message) < 1500
+
+
+# ---- what both sides share ---------------------------------------------------------------------------------------
+
+
+def test_frontend_and_ranks_read_one_tokenizer(tmp_path: Path) -> None:
+    """Also the tokens that only tokenizer_config.json knows."""
+    shutil.copy(model_folder() / "tokenizer.json", tmp_path)
+    added = {"49152": {"content": "<|tool|>", "special": True}, "49153": {"content": "mm", "special": False}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    for folder in (model_folder(), tmp_path):
+        assert tokenizer_json(folder) == TextTokenizer(folder, VOCAB + 2).json()
+    state = Grammars(tmp_path, VOCAB + 2, (EOS,)).start("start: <|tool|>", [])
+    assert torch.nonzero(state.allowed(range(VOCAB + 2), torch.device("cpu"))).flatten().tolist() == [49152]
+
+
+def test_a_grammar_is_compiled_once_and_few_are_kept() -> None:
+    compiled = CompiledGrammars(tokenizer_json(model_folder()), VOCAB, (EOS,))
+    first = compiled.compile("start: /a0/")
+    for i in range(KEPT):
+        assert compiled.compile("start: /a0/") is first
+        assert compiled.compile(f"start: /b{i}/") is not first
+    for i in range(KEPT):
+        compiled.compile(f"start: /c{i}/")
+    assert compiled.compile("start: /a0/") is not first, "it has not been used for long"
+
+
+def test_rows_of_one_grammar_do_not_see_each_other(compiler: GrammarCompiler) -> None:
+    grammar = compiled(compiler, guided_json=SCHEMA) or ""
+    fresh = mask(grammars().start(grammar, []))
+    one, two = grammars().start(grammar, []), grammars().start(grammar, [])
+    write(one, '{"name":"Ann",')
+    assert torch.equal(mask(two), fresh) and not torch.equal(mask(one), fresh)
+    write(two, '{"name":"')
+    again = grammars().start(grammar, encode('{"name":"Ann",'))  # as after a preemption
+    assert torch.equal(mask(again), mask(one))
+    assert torch.equal(mask(grammars().start(grammar, [])), fresh)
+
+
+def test_as_many_properties_as_are_accepted_work(compiler: GrammarCompiler) -> None:
+    """600 alternatives in one place: more than llguidance's own limit of a row."""
+    grammar = compiled(compiler, guided_json=optional_properties(600)) or ""
+    state = grammars().start(grammar, [])
+    assert write(state, '{"p17":5,"p599":7}') == [None] * len(encode('{"p17":5,"p599":7}'))
+    assert state.accept(EOS) == ""
+
+
+# ---- how answers end ---------------------------------------------------------------------------------------------
+
+
+def test_a_grammar_that_cannot_go_on_is_an_error_not_an_end() -> None:
+    state = grammars().start('start: "a" /[^\\s\\S]/', [])  # no character follows the a
+    assert write(state, "a") == [None]
+    drawn = int(torch.nonzero(mask(state))[0])
+    assert "cannot be followed" in (state.accept(drawn) or "")
+    state = grammars().start("start: /a+/", [])
+    assert "cannot be followed" in (write(state, "b")[0] or "")
+    assert mask(state).any(), "no row without a token"
+
+
+@pytest.mark.parametrize("params", [{"min_tokens": 9}, {"ignore_eos": True}, {"min_tokens": 9, "ignore_eos": True}])
+def test_only_a_complete_grammar_overrides_min_tokens_and_ignore_eos(params: dict[str, Any]) -> None:
+    """One of two ranks each: with half of the vocabulary they hide the same tokens."""
+    sampling = SamplingParams(max_tokens=20, temperature=0.0, grammar="start: /[0-9]{1,3}/", **params)
+    halves = range(VOCAB // 2), range(VOCAB // 2, VOCAB)
+    row = NewRow(0, 0, sampling, array("i", [5]), 1, 1, 0)
+    ranks = [RowExtras.create(row, half, (EOS,), torch.device("cpu"), grammars()) for half in halves]
+
+    def drawable() -> set[int]:
+        logits = [torch.zeros(len(half)) for half in halves]
+        for rank, part in zip(ranks, logits, strict=True):
+            rank.process_(part)
+        return set(torch.nonzero(torch.cat(logits) == 0).flatten().tolist())
+
+    for length in range(3):
+        assert EOS not in drawable() and drawable(), length
+        for rank in ranks:
+            assert rank.grammar is not None and rank.grammar.accept(encode("7")[0]) is None
+            rank.note_sampled(torch.tensor(encode("7")[0]))
+    assert drawable() == {EOS}
+    assert [rank.grammar.accept(EOS) for rank in ranks if rank.grammar] == ["", ""]
+
+
+@pytest.mark.parametrize("problem", ["", "the parser's limit"])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_the_scheduler_ends_a_sequence_with_its_grammar(problem: str, overlap: bool) -> None:
+    scheduler = Scheduler(
+        SchedulerOptions(),
+        page_size=4,
+        num_pages=32,
+        prefix_cache=True,
+        max_batch_tokens=16,
+        max_model_len=64,
+        eos_token_ids=(EOS,),
+        overlap=overlap,
+    )
+    params = SamplingParams(max_tokens=20, min_tokens=9, ignore_eos=True, grammar="g")
+    plain = SamplingParams(max_tokens=20)
+    prompt = array("i", [7, 8, 9]).tobytes()
+    scheduler.apply(StepInput(0, 0.0, (Request(1, prompt, plain), Request(2, prompt, params))))
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.commit(batch, StepTokens([5, EOS], grammar_ends={1: problem}))
+    output: StepOutput = scheduler.take_output()
+    assert (output.uids, output.tokens) == ([1, 2], [5, EOS])
+    (finish,) = output.finished
+    assert (finish.uid, finish.reason) == (2, FinishReason.ERROR if problem else FinishReason.STOP)
+    assert finish.message == problem
+    scheduler.check_invariants()
+
+
+# ---- models without a tokenizer that llguidance knows --------------------------------------------------------------
+
+
+def test_without_a_tokenizer_a_grammar_ends_its_request_only(tmp_path: Path) -> None:
+    state = Grammars(tmp_path, 211, (2,)).start("start: /a/", [5, 6])
+    assert state.allowed(range(50, 100), torch.device("cpu")).shape == (50,)
+    assert "has no tokenizer.json" in (state.accept(7) or "")
+
+
+def test_a_tokenizer_that_llguidance_does_not_know_is_a_400(tmp_path: Path) -> None:
+    words = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    words.save(str(tmp_path / "tokenizer.json"))
+    compiler = GrammarCompiler(TextTokenizer(tmp_path, 3), fake_info(vocab_size=3))
+    assert compiled(compiler) is None
+    with pytest.raises(RequestError, match="does not work with this tokenizer") as caught:
+        compiled(compiler, guided_regex="a")
+    assert (caught.value.status, caught.value.param) == (400, "guided_regex")
+
+
+def test_ranks_with_different_tokenizers_do_not_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    comm = Communicator()
+    grammars().check_alike(comm, torch.device("cpu"))
+    monkeypatch.setattr(comm, "all_gather", lambda own: torch.stack([own, own + 1]))
+    with pytest.raises(ModelError, match="not the same for all ranks"):
+        grammars().check_alike(comm, torch.device("cpu"))

@@ -2,9 +2,11 @@
 
 from array import array
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from spmd_serve.attention.torch_native import TorchAttention
@@ -58,7 +60,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalL
     return model, folder
 
 
-def make_runner(folder: Path, page_size: int, max_num_seqs: int = 4) -> ModelRunner:
+def make_runner(folder: Path, page_size: int, max_num_seqs: int = 4, tokenizer: Path | None = None) -> ModelRunner:
     comm = Communicator()
     partition = make_partition(
         rank=0, world_size=1, num_q_heads=6, num_kv_heads=2, intermediate_size=80, vocab_size=211
@@ -68,7 +70,7 @@ def make_runner(folder: Path, page_size: int, max_num_seqs: int = 4) -> ModelRun
     decoder = Decoder(DecoderContext(MODEL, partition, comm, attention, torch.float32, device), 128)
     load_weights(decoder.pieces(), open_source(folder, MODEL, "auto"), progress=False)
     limits = RunnerLimits(page_size, max_num_seqs, 128, 64)
-    grammars = Grammars(folder, MODEL.vocab_size, MODEL.eos_token_ids)
+    grammars = Grammars(tokenizer or folder, MODEL.vocab_size, MODEL.eos_token_ids)
     runner = ModelRunner(MODEL, partition, decoder, attention, comm, limits, grammars, torch.float32, device)
     runner.allocate(512)
     return runner
@@ -189,3 +191,27 @@ def test_processors_change_what_is_drawn(reference: tuple[LlamaForCausalLM, Path
         driver.run([0], {}, [])
     output = driver.tokens[0][27:].tolist()
     assert len(set(output)) == len(output), "a token that was there is penalised beyond reach"
+
+
+@pytest.mark.parametrize("extra", [{"min_tokens": 5}, {"ignore_eos": True}])
+def test_a_grammar_from_another_folder_writes_its_text_and_says_that_it_ended(
+    reference: tuple[LlamaForCausalLM, Path], tmp_path: Path, extra: dict[str, Any]
+) -> None:
+    """The model's folder has no tokenizer; the other one has a letter for each of the ids 3 to 28."""
+    ids = {"<unk>": 0, "<s>": 1, "</s>": 2} | {chr(ord("a") + i): 3 + i for i in range(26)}
+    letters = Tokenizer(models.BPE(ids, []))
+    letters.pre_tokenizer, letters.decoder = pre_tokenizers.ByteLevel(False), decoders.ByteLevel()
+    letters.save(str(tmp_path / "tokenizer.json"))
+    driver = Driver(make_runner(reference[1], 16, tokenizer=tmp_path), 16)
+    params = SamplingParams(max_tokens=20, temperature=0.0, grammar="start: /yes/", **extra)
+    driver.run([], {0: 3, 1: 3}, [driver.start(0, [3, 4, 5], params), driver.start(1, [3, 4, 5], params)])
+    ends = [driver.result.grammar_ends]
+    for _ in range(3):
+        driver.run([1, 0], {}, [])
+        ends.append(driver.result.grammar_ends)
+    for slot in (0, 1):
+        assert driver.tokens[slot].tolist() == [3, 4, 5, ids["y"], ids["e"], ids["s"], 2]
+    assert ends == [{}, {}, {}, {0: "", 1: ""}]
+    bare = Driver(make_runner(reference[1], 16), 16)
+    bare.run([], {0: 3}, [bare.start(0, [3, 4, 5], params)])
+    assert "has no tokenizer.json" in bare.result.grammar_ends[0]
