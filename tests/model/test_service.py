@@ -289,6 +289,37 @@ def test_json_at_temperature_1_is_always_valid(client: openai.OpenAI) -> None:
     assert all((choice.message.content or "").startswith("{") for choice in made.choices)
 
 
+def test_a_complete_grammar_ends_the_answer(client: openai.OpenAI) -> None:
+    """Whatever min_tokens and ignore_eos say: after it nothing but EOS is allowed."""
+    for extra in ({"min_tokens": 20}, {"ignore_eos": True}):
+        made = client.completions.create(
+            model=MODEL, prompt="Tea or coffee?", max_tokens=30, extra_body={"guided_choice": ["tea", "coffee"]} | extra
+        )
+        assert made.choices[0].text in ("tea", "coffee")
+        assert made.choices[0].finish_reason == "stop"
+
+
+def test_schemas_with_many_optional_properties(client: openai.OpenAI, answers: Answers) -> None:
+    """What is too large is refused, quickly; what is accepted is written to its end."""
+
+    def ask_for(properties: int) -> Any:
+        schema = {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(properties)}}
+        body: Any = {"guided_json": schema, "min_tokens": 4}
+        return client.completions.create(
+            model=MODEL, prompt="Some JSON:", temperature=1, seed=3, max_tokens=60, n=5, extra_body=body
+        )
+
+    began = time.monotonic()
+    with pytest.raises(openai.BadRequestError, match="too large a JSON schema"):
+        ask_for(2000)
+    assert time.monotonic() - began < 10
+    made = ask_for(600)
+    assert all(choice.text.startswith("{") for choice in made.choices)
+    ended = [choice.text for choice in made.choices if choice.finish_reason == "stop"]
+    assert all(isinstance(json.loads(text), dict) for text in ended)
+    assert serves(client, answers)
+
+
 # ---- idle, and the end --------------------------------------------------------------------------------------------
 
 
