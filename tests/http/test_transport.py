@@ -171,7 +171,7 @@ def test_a_pipelining_client_that_leaves(
     with connect(service) as connection:
         first = post(LONG | {"stream": stream})
         connection.sendall(first if later else first + behind)
-        wait_until("it runs", lambda: service.core.busy == 1, 5)
+        wait_until("it runs", lambda: service.core.busy == 1, 20)
         if later:
             connection.sendall(behind)
             time.sleep(0.1)  # for the server to have read it: nothing shows when
@@ -187,7 +187,7 @@ def test_a_client_that_leaves_behind_much_unread(start: Start) -> None:
     service = start(step_interval=0.005)
     with connect(service) as connection:
         connection.sendall(post(LONG))
-        wait_until("it runs", lambda: service.core.busy == 1, 5)
+        wait_until("it runs", lambda: service.core.busy == 1, 20)
         connection.sendall(post(LONG | {"prompt": "x" * 100_000}))
     wait_until("it is aborted", lambda: service.core.busy == 0, 1)
 
@@ -196,7 +196,7 @@ def test_garbage_behind_a_stream_ends_it(start: Start, caplog: pytest.LogCapture
     service = start(step_interval=0.005)
     with connect(service) as connection:
         connection.sendall(post(LONG | {"stream": True}))
-        wait_until("it runs", lambda: service.core.busy == 1, 5)
+        wait_until("it runs", lambda: service.core.busy == 1, 20)
         connection.sendall(b"nonsense\r\n\r\n")
         everything(connection)
         wait_until("it is aborted", lambda: service.core.busy == 0, 1)
@@ -295,6 +295,6 @@ def test_a_client_that_ends_its_sending_counts_as_gone(start: Start, stream: boo
     service = start(step_interval=0.005)
     with connect(service) as connection:
         connection.sendall(post(LONG | {"stream": stream}))
-        wait_until("it runs", lambda: service.core.busy == 1, 5)
+        wait_until("it runs", lambda: service.core.busy == 1, 20)
         connection.shutdown(socket.SHUT_WR)
         wait_until("it is aborted", lambda: service.core.busy == 0, 1)
