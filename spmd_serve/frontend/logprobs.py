@@ -28,10 +28,10 @@ def make_prompt_json(choice: Choice, tokenizer: TextTokenizer) -> None:
     items: list[Item] = [(token, choice.prompt_logprobs.get(i)) for i, token in enumerate(choice.prompt.ids)]
     prompt_logprobs, echoed = b"", {}
     if plan.prompt_logprobs is not None:
-        prompt_logprobs = orjson.dumps([_prompt_entry(*item, plan.prompt_logprobs, tokenizer) for item in items])
+        prompt_logprobs = _json_list(_prompt_entry(*item, plan.prompt_logprobs, tokenizer) for item in items)
     if plan.echo and plan.logprobs is not None:
         lists = _completion_lists(items, choice.prompt.offsets, plan.logprobs, tokenizer)
-        echoed = {name: orjson.dumps(values) for name, values in lists.items()}
+        echoed = {name: _json_list(values) for name, values in lists.items()}
     choice.prompt_json = PromptJson(prompt_logprobs, echoed)
 
 
@@ -54,6 +54,11 @@ def take_logprobs(choice: Choice, tokenizer: TextTokenizer) -> dict[str, Any] | 
         return lists
     assert choice.prompt_json is not None
     return {name: _joined(choice.prompt_json.echoed[name], values) for name, values in lists.items()}
+
+
+def _json_list(values: Iterable[Any]) -> bytes:
+    """One by one, because orjson keeps all other threads waiting meanwhile."""
+    return b"[" + b",".join(map(orjson.dumps, values)) + b"]"
 
 
 def _joined(head: bytes, tail: list[Any]) -> orjson.Fragment:
