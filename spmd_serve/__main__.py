@@ -193,7 +193,8 @@ def _serve(
     agree(board, "software", software_fingerprint())
     plan = make_plan(config, ranks)
     config, model, folder = plan.config, plan.model, plan.folder
-    agree(board, "model", model_fingerprint(folder, model) | options_fingerprint(config))
+    tokenizer_folder = Path(config.model.tokenizer or folder)
+    agree(board, "model", model_fingerprint(model, tokenizer_folder) | options_fingerprint(config))
 
     frontend = None
     if ranks.rank == 0:

@@ -5,18 +5,19 @@ Both see the model's tokens through the same tokenizer files, compile under the 
 
 from __future__ import annotations
 
-import json
 import threading
 import time
 from collections import OrderedDict
+from concurrent.futures import Future
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import llguidance
-from tokenizers import AddedToken, Tokenizer
 
 from spmd_serve.errors import ModelError
+from spmd_serve.tokenizer_files import read_tokenizer
 
 # llguidance's limits are counts, so that all ranks decide alike. Compiling costs the square of a grammar's size, and a mask
 # about as many items as it has alternatives in one place: 650 optional properties are just within the size, compile in 0.05 s
@@ -44,31 +45,30 @@ class CompiledGrammars:
     """Compiles grammars, in llguidance's JSON form or Lark text, and keeps the latest. May be used from several threads.
 
     Args:
-        tokenizer_json: see `tokenizer_json()`.
+        folder: of the tokenizer (tokenizer_files.py).
         vocab_size: of the model.
         eos_token_ids: of the model; without any, llguidance takes the tokenizer's.
-
-    Raises:
-        ModelError: llguidance cannot work with this tokenizer.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        # The constructor holds the GIL, half a second with 49k tokens: it belongs to the start, not to the first request.
-        try:
-            self._tokenizer = llguidance.LLTokenizer(
-                tokenizer_json, n_vocab=vocab_size, eos_token=list(eos_token_ids) or None
-            )
-        except ValueError as error:
-            raise ModelError(f"structured output does not work with this tokenizer: {error}") from None
-        self.eos_token_ids: tuple[int, ...] = tuple(self._tokenizer.eos_tokens)
+    def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = _begin_tokenizer(folder, vocab_size, eos_token_ids)
         self._limits = llguidance.LLParserLimits(
             max_grammar_size=MAX_SYMBOLS, max_items_in_row=MAX_ROW_ITEMS, verbose_errors=False
         )
         self._lock = threading.Lock()
         self._kept: OrderedDict[str, Compiled] = OrderedDict()
 
+    @property
+    def eos_token_ids(self) -> tuple[int, ...]:
+        """Those that end a grammar. Raises ModelError as `compile` does."""
+        return tuple(self._tokenizer.result().eos_tokens)
+
     def compile(self, grammar: str) -> Compiled:
-        """The grammar, compiled now or before; users advance a `deep_copy()` of the matcher."""
+        """The grammar, compiled now or before; users advance a `deep_copy()` of the matcher.
+
+        Raises:
+            ModelError: there is no tokenizer, or llguidance cannot work with it.
+        """
         with self._lock:  # two threads with the same text: one compiles
             found = self._kept.get(grammar)
             if found is None:
@@ -80,34 +80,32 @@ class CompiledGrammars:
             return found
 
     def _compile(self, grammar: str) -> Compiled:
+        self._tokenizer.result()
         began = time.thread_time()
-        matcher = llguidance.LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
+        matcher = llguidance.LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=self._limits)
         if not matcher.is_error():
             matcher.compute_logit_bias()  # the first mask builds parts of the lexer, which copies then have already
         return Compiled(matcher, str(matcher.get_error()), time.thread_time() - began)
 
 
-def tokenizer_json(folder: Path) -> str:
-    """The tokenizer of a folder as tokenizer.json, with the tokens that only tokenizer_config.json knows.
+@lru_cache(maxsize=4)  # on rank 0, frontend and engine may be one process
+def _begin_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Future[Any]:
+    """llguidance's view of the tokenizer, or the ModelError why there is none.
 
-    Raises:
-        ModelError: no tokenizer.json, or a file that cannot be read.
+    Making it takes half a second with 49k tokens: too long for the first request's step, and for a start that can go on
+    meanwhile. So a thread makes it.
     """
-    path = folder / "tokenizer.json"
-    if not path.is_file():
-        raise ModelError(f"{folder} has no tokenizer.json; give a folder that has one with --tokenizer")
-    try:
-        tokenizer = Tokenizer.from_file(str(path))
-        config_path = folder / "tokenizer_config.json"
-        config = json.loads(config_path.read_text()) if config_path.is_file() else {}
-    except Exception as error:  # tokenizers raises bare Exception
-        raise ModelError(f"the tokenizer in {folder} cannot be read: {error}") from None
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
-    known = tokenizer.get_added_tokens_decoder()
-    entries = {int(i): entry for i, entry in (config.get("added_tokens_decoder") or {}).items()}
-    for _, entry in sorted((i, entry) for i, entry in entries.items() if i not in known):
-        flags = {k: entry[k] for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
-        token = AddedToken(entry["content"], **flags)
-        (tokenizer.add_special_tokens if flags.get("special") else tokenizer.add_tokens)([token])
-    return str(tokenizer.to_str())
+    future: Future[Any] = Future()
+
+    def make() -> None:
+        try:
+            text = read_tokenizer(folder).to_str()
+            eos = list(eos_token_ids) or None
+            future.set_result(llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos))
+        except ModelError as error:
+            future.set_exception(error)
+        except Exception as error:
+            future.set_exception(ModelError(f"structured output does not work with this tokenizer: {error}"))
+
+    threading.Thread(target=make, name="grammar-tokenizer", daemon=True).start()
+    return future

@@ -31,11 +31,11 @@ def software_fingerprint() -> dict[str, str]:
     }
 
 
-def model_fingerprint(folder: Path, model: Any) -> dict[str, str]:
-    """Fields of the model's configuration (a dataclass), and the tokenizer's files in `folder`."""
+def model_fingerprint(model: Any, tokenizer_folder: Path) -> dict[str, str]:
+    """Fields of the model's configuration (a dataclass), and the tokenizer's files."""
     prints = {f"model.{f.name}": repr(getattr(model, f.name)) for f in dataclasses.fields(model)}
     for name in _TOKENIZER_FILES:
-        prints[name] = _hash_files(folder, [name])
+        prints[name] = _hash_files(tokenizer_folder, [name])
     return prints
 
 

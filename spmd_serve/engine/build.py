@@ -166,7 +166,7 @@ def build_runner(
     """Build this rank's shard and load its weights. `config` is resolved. Collective.
 
     Raises:
-        ModelError: the weights do not fit the model, or the ranks have different tokenizers.
+        ModelError: the weights do not fit the model.
     """
     options, cache, scheduler = config.model, config.cache, config.scheduler
     assert options.max_model_len and cache.page_size and scheduler.max_batch_tokens, "config is resolved"
@@ -178,7 +178,6 @@ def build_runner(
         max_batch_tokens=scheduler.max_batch_tokens,
     )
     grammars = Grammars(Path(options.tokenizer or folder), model.vocab_size, model.eos_token_ids)
-    grammars.check_alike(comm, device)
     kv_dtype = pick_kv_dtype(config, model, device)
     return ModelRunner(model, context.partition, decoder, context.attention, comm, limits, grammars, kv_dtype, device)
 

@@ -6,7 +6,6 @@ serialised form.
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -14,13 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.errors import ModelError
-from spmd_serve.structured_output import CompiledGrammars, tokenizer_json
+from spmd_serve.structured_output import CompiledGrammars
 
 
 class Grammars:
-    """Makes matchers for the tokenizer in `folder`, which is read now.
+    """Makes matchers for the tokenizer in `folder`.
 
     A model may have no tokenizer (random weights serve token ids): then every sequence with a grammar ends with an error.
     """
@@ -30,36 +28,15 @@ class Grammars:
     # (0.05 s each, measured) it is 12 s. Rows that share a grammar compile it once; a copy takes 0.0002 s.
 
     def __init__(self, folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
-        self._folder = folder
         self._vocab_size = vocab_size
-        self._compiled: CompiledGrammars | None = None
-        self._problem = ""
-        self._checksum = 0
-        try:
-            text = tokenizer_json(folder)
-            self._checksum = zlib.crc32(text.encode())
-            self._compiled = CompiledGrammars(text, vocab_size, eos_token_ids)
-        except ModelError as error:
-            self._problem = str(error)
-
-    def check_alike(self, comm: Communicator, device: torch.device) -> None:
-        """Compare the tokenizer with the other ranks'. Collective.
-
-        Raises:
-            ModelError: they differ, or some ranks have none.
-        """
-        own = torch.tensor([self._checksum], dtype=torch.int64, device=device)
-        if len(set(comm.all_gather(own).flatten().tolist())) > 1:  # collective: all ranks, once at the start
-            raise ModelError(
-                f"the tokenizer in {self._folder} is not the same for all ranks, or some do not have it; copy the folder of "
-                "--tokenizer to every host"
-            )
+        self._compiled = CompiledGrammars(folder, vocab_size, eos_token_ids)
 
     def start(self, grammar: str, output: list[int]) -> GrammarState:
         """A matcher that has seen `output` already."""
-        if self._compiled is None:
-            return GrammarState(None, self._problem, self._vocab_size, ())
-        compiled = self._compiled.compile(grammar)
+        try:
+            compiled = self._compiled.compile(grammar)
+        except ModelError as error:
+            return GrammarState(None, str(error), self._vocab_size, ())
         state = GrammarState(
             compiled.matcher.deep_copy(), compiled.problem, self._vocab_size, self._compiled.eos_token_ids
         )

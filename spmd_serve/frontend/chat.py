@@ -17,7 +17,8 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from spmd_serve.errors import ModelError, RequestError
 from spmd_serve.frontend.schemas import Message
-from spmd_serve.frontend.tokenizer import TextTokenizer, read_json
+from spmd_serve.frontend.tokenizer import TextTokenizer
+from spmd_serve.tokenizer_files import read_json
 
 AFTER_TAG = "  "  # white space that shows whether a template trims contents
 

@@ -35,6 +35,7 @@ _STATUS_OF_CODE = {
     "draining": 503,
     "shutdown": 503,
     "timeout": 504,
+    "grammar": 400,
 }
 _STARTING = "the model is still loading"
 

@@ -34,12 +34,7 @@ class GrammarCompiler:
     """Compiles and checks grammars; `compile` may be called from several threads."""
 
     def __init__(self, tokenizer: TextTokenizer, info: ModelInfo) -> None:
-        self._grammars: CompiledGrammars | None = None
-        self._problem = ""
-        try:
-            self._grammars = CompiledGrammars(tokenizer.json(), info.vocab_size, info.eos_token_ids)
-        except ModelError as error:
-            self._problem = str(error)
+        self._grammars = CompiledGrammars(tokenizer.folder, info.vocab_size, info.eos_token_ids)
 
     def compile(self, body: Generate) -> str | None:
         """The grammar that `body` asks for; None when it asks for none.
@@ -54,13 +49,13 @@ class GrammarCompiler:
             names = ", ".join(name for name, _, _ in sources)
             raise RequestError(f"{names} exclude each other; give one of them", param=sources[1][0])
         field, kind, source = sources[0]
-        if self._grammars is None:
-            raise RequestError(self._problem, param=field)
         try:
             grammar = _serialise(kind, source, field)
             _check_multiples(grammar)
             compiled = self._grammars.compile(grammar)
             problem = compiled.problem
+        except ModelError as error:
+            raise RequestError(str(error), param=field) from None
         except (ValueError, RuntimeError, TypeError) as error:  # orjson's are TypeErrors: integers of more than 64 bits
             if isinstance(error, RequestError):
                 raise

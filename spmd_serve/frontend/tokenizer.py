@@ -13,9 +13,8 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tokenizers import AddedToken, Tokenizer
+from tokenizers import Tokenizer
 
-from spmd_serve.errors import ModelError
 from spmd_serve.frontend.detokenizer import (
     ByteStream,
     ByteTable,
@@ -25,25 +24,9 @@ from spmd_serve.frontend.detokenizer import (
     byte_level_alphabet,
     byte_level_bytes,
 )
+from spmd_serve.tokenizer_files import read_json, read_tokenizer
 
 MAX_LOST = 256  # characters of a text that its tokens may lack in one place
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; {} when there is no such file.
-
-    Raises:
-        ModelError: the file is not a JSON object.
-    """
-    if not path.is_file():
-        return {}
-    try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}); fetch the model again") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path} is not a JSON object; fetch the model again")
-    return value
 
 
 def token_content(value: Any) -> str | None:
@@ -65,17 +48,9 @@ class TextTokenizer:
     """
 
     def __init__(self, folder: Path, vocab_size: int) -> None:
-        path = folder / "tokenizer.json"
-        if not path.is_file():
-            raise ModelError(f"{folder} has no tokenizer.json; give a folder that has one with --tokenizer")
-        try:
-            self._tokenizer: Tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # tokenizers raises bare Exception
-            raise ModelError(f"{path} cannot be read: {error}") from None
+        self.folder = folder
+        self._tokenizer: Tokenizer = read_tokenizer(folder)
         self.config = read_json(folder / "tokenizer_config.json")
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
-        self._add_missing_tokens()
         self.vocab_size = vocab_size
         self.special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
         self.special_tokens = {
@@ -87,16 +62,6 @@ class TextTokenizer:
         self._shown = self._make_table()
         self._hidden = self._without_special(self._shown)
         self.max_token_bytes = max((len(data) for data in self._shown.data), default=1) if self._shown else None
-
-    def _add_missing_tokens(self) -> None:
-        """Tokens that only tokenizer_config.json knows are added, as transformers does."""
-        known = self._tokenizer.get_added_tokens_decoder()
-        entries = self.config.get("added_tokens_decoder") or {}
-        missing = [(int(i), entry) for i, entry in entries.items() if int(i) not in known]
-        for _, entry in sorted(missing, key=lambda pair: pair[0]):
-            flags = {k: entry[k] for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
-            token = AddedToken(entry["content"], **flags)
-            (self._tokenizer.add_special_tokens if flags.get("special") else self._tokenizer.add_tokens)([token])
 
     def _make_table(self) -> ByteTable | None:
         """Bytes of every id, or None for a decoder that is not the concatenation of its tokens' bytes."""
@@ -181,11 +146,6 @@ class TextTokenizer:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + re.sub("..", r"\\x\g<0>", data.hex())
-
-    def json(self) -> str:
-        """The tokenizer as tokenizer.json, for libraries that read it (llguidance)."""
-        text: str = self._tokenizer.to_str()
-        return text
 
 
 def _place(piece: str, text: str, position: int, special: bool) -> tuple[int, int]:
