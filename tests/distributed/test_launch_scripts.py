@@ -10,9 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+from support.ports import free_port
 from support.server import STOP_S, wait_until
 from support.two_hosts import HOSTS, TwoHosts
-from torchrun_job import READY_S, Stream, free_port
+from torchrun_job import READY_S, Stream
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
 SERVER = ("--num-pages", "256", "--threads", "1")  # each host takes the machine for its own

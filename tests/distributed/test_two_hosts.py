@@ -5,8 +5,9 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+from support.ports import free_port
 from support.two_hosts import HOSTS, TwoHosts
-from torchrun_job import Job, free_port
+from torchrun_job import Job
 
 CONTROL_TIMEOUT_S = 4
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -15,15 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import httpx
+from support.ports import free_port
 
 HERE = Path(__file__).parent
 READY_S = 90.0  # a loaded machine may take long to import torch
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def wait_until(what: Callable[[], bool], timeout_s: float, interval_s: float = 0.02) -> bool:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from support.ports import free_port
 from support.server import wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -96,9 +97,7 @@ class Cluster:
         (folder / "dev").mkdir()
         for i in range(gpus):
             run("mknod", str(folder / f"dev/gpu{i}"), "c", "1", "3")
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = free_port(1 + nodes)
         host = socket.gethostname().partition(".")[0]
         lines = [CONF.format(host=host, port=port, folder=folder)]
         for i, name in enumerate(self.names):

@@ -19,6 +19,7 @@ from types import ModuleType
 import kubernetes_validate
 import pytest
 import yaml
+from support.ports import free_port
 
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
@@ -246,12 +247,6 @@ def preflight() -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("", 0))
-        return int(sock.getsockname()[1])
 
 
 def check_nodes(*nodes: dict[str, object], port: int | None = None) -> list[tuple[int, str]]:
