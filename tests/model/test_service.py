@@ -25,7 +25,7 @@ ENDLESS: dict[str, Any] = {"model": MODEL, "max_tokens": 4000, "temperature": 0,
 CAPITAL = Case("The capital of France is")
 STREAMED = (Case("Once upon a time", 12), Case((("user", "Count to five."),), 12))
 SHORT = Case("Water boils at a temperature of", 4)
-DRAINED = Case("Once upon a time there was a fox who", 24)
+DRAINED = Case("Once upon a time there was a fox who", 60)
 
 
 @pytest.fixture(scope="module")
