@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import secrets
 import shutil
 import subprocess
 from pathlib import Path
@@ -25,8 +27,10 @@ class TwoHosts:
     """Hosts hA (SUBNET.1) and hB (SUBNET.2) with one interface each; this process reaches them over the bridge."""
 
     def __init__(self) -> None:
-        self.subnet = f"10.78.{os.getpid() % 250}"
-        self.bridge = f"br{os.getpid()}"
+        # New names each time: the kernel may still be taking the last ones' namespaces down.
+        self._tag = secrets.token_hex(3)
+        self.subnet = f"10.{random.randrange(64, 128)}.{random.randrange(256)}"
+        self.bridge = f"br{self._tag}"
         _ip("link", "add", self.bridge, "type", "bridge")
         _ip("addr", "add", f"{self.subnet}.254/24", "dev", self.bridge)
         _ip("link", "set", self.bridge, "up")
@@ -58,12 +62,13 @@ class TwoHosts:
 
     def close(self) -> None:
         for host in HOSTS:
+            subprocess.run(["ip", "link", "del", self._outer(host)], check=False, capture_output=True)
             subprocess.run(["ip", "netns", "del", self._space(host)], check=False, capture_output=True)
             shutil.rmtree(Path("/etc/netns") / self._space(host), ignore_errors=True)
         subprocess.run(["ip", "link", "del", self.bridge], check=False, capture_output=True)
 
     def _space(self, host: str) -> str:
-        return f"spmd{os.getpid()}-{host}"
+        return f"spmd{self._tag}-{host}"
 
     def _outer(self, host: str) -> str:
-        return f"v{os.getpid()}{host}"
+        return f"v{self._tag}{host}"
