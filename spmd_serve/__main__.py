@@ -256,7 +256,8 @@ def _model_info(config: Config, model: ModelConfig, folder: Path) -> ModelInfo:
 
 def _rank0_say_ready(url: str, name: str, config: Config, seconds: float) -> None:
     """One line on stdout with a curl that works, and the address file."""
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    # Few tokens: what is sampled without a limit may go on for the whole context.
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50})
     key = " -H 'Authorization: Bearer '$SPMD_SERVE_API_KEY" if config.server.api_key else ""
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
     print(f"spmd_serve: ready at {url} after {seconds:.1f} s; try: {curl}", flush=True)
