@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,10 +44,12 @@ def test_serve_sh_returns_0_when_torchrun_itself_was_signalled(tmp_path: Path) -
     with script(log_file, str(LAUNCH / "serve.sh"), "--port", str(port), *SERVER, NPROC="2") as process:
         await_ready(log_file, process)
         stream = Stream(f"http://127.0.0.1:{port}", {"max_tokens": 60}).await_chunks()
+        began = time.monotonic()
         (torchrun,) = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
         os.kill(int(torchrun), signal.SIGTERM)
         assert stream.await_end(STOP_S) == "length"
         assert process.wait(STOP_S) == 0
+        print(f"SIGTERM to torchrun, bundled model, streams running: {time.monotonic() - began:.2f}")
     assert "all 2 ranks ended cleanly" in log_file.read_text()
 
 
