@@ -194,9 +194,7 @@ class Liveness:
         longest = min(heard, key=heard.__getitem__, default=None)
         if longest is not None and now - heard[longest] > limit:
             peer = self._peers[longest]
-            return self._blame(
-                peer, "lost", f"no sign of life for {now - heard[longest]:.1f} s" + self._last_seen(peer)
-            )
+            return self._silent(peer, now - heard[longest])
         if control is None or self._own.rank > 0 or not self._progress.busy:
             return None
         return (
@@ -210,12 +208,13 @@ class Liveness:
         silent = now - self._messenger.heard.get(rank, now)
         if silent > min(SUSPECT_SILENCE_S, limit - 2 * TICK_S):
             # Stopped in this step, so its silence is not quite as old as the step. It cannot end itself: lost, not hanging.
-            return self._blame(
-                self._peers[rank], "lost", f"no sign of life for {silent:.1f} s" + self._last_seen(self._peers[rank])
-            )
+            return self._silent(self._peers[rank], silent)
         others = "; all ranks wait for each other" if beat.waits else ""
         message = f"step {beat.step} for {beat.age:.1f} s (--step-timeout is {limit:g}) at {beat.where}{others}"
         return self._blame(self._peers[rank], "hangs", message)
+
+    def _silent(self, peer: Peer, seconds: float) -> Failure:
+        return self._blame(peer, "lost", f"no sign of life for {seconds:.1f} s" + self._last_seen(peer))
 
     def _last_seen(self, peer: Peer) -> str:
         beat = self._messenger.beats.get(peer.rank)

@@ -24,6 +24,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# FBGEMM's weight `w` in TorchScript: its type, and x @ w.T.
+HALF_SCRIPT = (
+    "__torch__.torch.classes.quantized.LinearPackedParamsBase",
+    "torch.ops.quantized.linear_dynamic_fp16(x, w)",
+)
+
 _TOKENS_HINT = 16  # oneDNN's order for 16 tokens was best, or within 10% of it, for 1 to 512 (Zen 3, float32)
 _FLOAT16_MAX = 65504.0
 
@@ -88,10 +94,8 @@ def _fbgemm_linear() -> Callable[[Tensor, Any], Tensor]:
     if not hasattr(torch.jit, "CompilationUnit"):
         return operator
     unit: Any = torch.jit.CompilationUnit()  # type: ignore[no-untyped-call]
-    unit.define(
-        "def linear(x: Tensor, w: __torch__.torch.classes.quantized.LinearPackedParamsBase):\n"
-        "    return torch.ops.quantized.linear_dynamic_fp16(x, w)\n"
-    )
+    kind, product = HALF_SCRIPT
+    unit.define(f"def linear(x: Tensor, w: {kind}):\n    return {product}\n")
     function: Callable[[Tensor, Any], Tensor] = unit.linear
     return function
 

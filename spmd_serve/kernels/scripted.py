@@ -16,14 +16,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_serve.kernels.packed import CpuWeight, HalfWeight
+from spmd_serve.kernels.packed import HALF_SCRIPT, CpuWeight, HalfWeight
 
 # The type of a weight, and x @ w.T, for each order of weights (kernels/packed.py).
 _PRODUCTS = {
-    "half": (
-        "__torch__.torch.classes.quantized.LinearPackedParamsBase",
-        "torch.ops.quantized.linear_dynamic_fp16(x, w)",
-    ),
+    "half": HALF_SCRIPT,
     "onednn": ("Tensor", 'torch.ops.mkldnn._linear_pointwise(x, w, None, "none", [], "")'),
     "plain": ("Tensor", "torch.ops.aten.linear(x, w)"),
 }

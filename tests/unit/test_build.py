@@ -6,28 +6,14 @@ import dataclasses
 
 import pytest
 import torch
+from support.models import TINY_LLAMA
 
 from spmd_serve.config import Config
 from spmd_serve.engine.build import resolve_config
 from spmd_serve.errors import ConfigError
-from spmd_serve.models.model_config import LayerSpec, ModelConfig, MoEConfig
+from spmd_serve.models.model_config import ModelConfig, MoEConfig
 
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=211,
-    hidden_size=512,
-    num_layers=2,
-    num_q_heads=4,
-    num_kv_heads=2,
-    head_dim=128,
-    intermediate_size=80,
-    max_position=128,
-    layers=(LayerSpec(),) * 2,
-    norm_eps=1e-5,
-    tie_embeddings=True,
-    eos_token_ids=(2,),
-    dtype="bfloat16",
-)
+MODEL = dataclasses.replace(TINY_LLAMA, head_dim=128, dtype="bfloat16")
 MIXTURE = dataclasses.replace(MODEL, moe=MoEConfig(8, 2, 64, True))
 ODD_HEADS = dataclasses.replace(MODEL, head_dim=96)
 GPU = torch.device("cuda", 0)

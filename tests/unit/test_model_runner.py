@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import TINY_LLAMA
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -15,26 +16,8 @@ from spmd_serve.distributed.partition import make_partition
 from spmd_serve.engine.grammar import Grammars
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
 from spmd_serve.models.decoder import Decoder, DecoderContext
-from spmd_serve.models.model_config import LayerSpec, ModelConfig
 from spmd_serve.models.weights import load_weights, open_source
 from spmd_serve.types import NewRow, PrefillChunk, SamplingParams, ScheduledBatch
-
-MODEL = ModelConfig(
-    architecture="LlamaForCausalLM",
-    vocab_size=211,
-    hidden_size=48,
-    num_layers=3,
-    num_q_heads=6,
-    num_kv_heads=2,
-    head_dim=8,
-    intermediate_size=80,
-    max_position=128,
-    layers=(LayerSpec(),) * 3,
-    norm_eps=1e-5,
-    tie_embeddings=True,
-    eos_token_ids=(2,),
-    dtype="float32",
-)
 
 
 @pytest.fixture(scope="module")
@@ -67,11 +50,11 @@ def make_runner(folder: Path, page_size: int, max_num_seqs: int = 4, tokenizer: 
     )
     attention = TorchAttention()
     device = torch.device("cpu")
-    decoder = Decoder(DecoderContext(MODEL, partition, comm, attention, torch.float32, device), 128)
-    load_weights(decoder.pieces(), open_source(folder, MODEL, "auto"), progress=False)
+    decoder = Decoder(DecoderContext(TINY_LLAMA, partition, comm, attention, torch.float32, device), 128)
+    load_weights(decoder.pieces(), open_source(folder, TINY_LLAMA, "auto"), progress=False)
     limits = RunnerLimits(page_size, max_num_seqs, 128, 64)
-    grammars = Grammars(tokenizer or folder, MODEL.vocab_size, MODEL.eos_token_ids)
-    runner = ModelRunner(MODEL, partition, decoder, attention, comm, limits, grammars, torch.float32, device)
+    grammars = Grammars(tokenizer or folder, TINY_LLAMA.vocab_size, TINY_LLAMA.eos_token_ids)
+    runner = ModelRunner(TINY_LLAMA, partition, decoder, attention, comm, limits, grammars, torch.float32, device)
     runner.allocate(512)
     return runner
 
