@@ -1,7 +1,8 @@
 """One process of the HTTP load generator: `python -m spmd_serve.bench.client` reads a job from standard input.
 
 It speaks HTTP/1.1 over plain asyncio streams and looks only for the events' borders, so that the client is not what is
-measured. The result goes to standard output as JSON, one line; a line with a number tells progress.
+measured. A line with a number on standard output tells that it is ready for the job, and then progress; the result is one
+line of JSON.
 """
 
 from __future__ import annotations
@@ -100,6 +101,7 @@ class _Client:
 
 
 def run() -> int:
+    print(0, flush=True)
     job = msgspec.json.decode(sys.stdin.buffer.read(), type=Job)
     client = _Client(job)
     asyncio.run(client.run())

@@ -93,15 +93,20 @@ def run_clients(
     progress: Callable[[int], None],
     done_line: bool = True,
 ) -> Timings:
-    """Send all bodies from `clients` processes; `progress` gets the number of events so far."""
+    """Send all bodies from `clients` processes, which begin together when all are up; `progress` gets the number of events so far."""
     clients = min(clients, streams, len(bodies))
     counts = [0] * clients
     results: list[Timings | None] = [None] * clients
+    ended = [0.0] * clients
+    up = threading.Semaphore(0)
 
     def read(index: int, process: subprocess.Popen[bytes]) -> None:
         assert process.stdout is not None
+        process.stdout.readline()
+        up.release()  # also if it failed
         for line in process.stdout:
             if line[:1] == b"{":
+                ended[index] = time.perf_counter()
                 results[index] = msgspec.json.decode(line, type=Timings)
             else:
                 counts[index] = int(line)
@@ -109,18 +114,23 @@ def run_clients(
 
     processes, readers = [], []
     for index in range(clients):
-        concurrency = streams // clients + (index < streams % clients)
-        job = Job(url, "/v1/completions", bodies[index::clients], concurrency, api_key, done_line)
         process = subprocess.Popen(
             [sys.executable, "-m", "spmd_serve.bench.client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
         reader = threading.Thread(target=read, args=(index, process))
         reader.start()
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(job))
         processes.append(process)
         readers.append(reader)
-    for process in processes:  # all have their job: begin together
+    for index, process in enumerate(processes):
+        concurrency = streams // clients + (index < streams % clients)
+        job = Job(url, "/v1/completions", bodies[index::clients], concurrency, api_key, done_line)
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(job))
+        process.stdin.flush()
+    for _ in processes:
+        up.acquire()
+    began = time.perf_counter()
+    for process in processes:
         assert process.stdin is not None
         process.stdin.close()
     total = Timings()
@@ -132,18 +142,19 @@ def run_clients(
         if result is None:
             raise RuntimeError(f"client process {index} ended with code {process.returncode}; see its error above")
         total.add(result)
+    total.wall = max(ended) - began
     return total
 
 
-def report_of(timings: Timings, wall: float) -> dict[str, Any]:
+def report_of(timings: Timings) -> dict[str, Any]:
     """The figures; times in milliseconds."""
     report: dict[str, Any] = {
         "requests": len(timings.ended) - timings.failures,
         "failed": timings.failures,
-        "wall_s": round(wall, 3),
+        "wall_s": round(timings.wall, 3),
         "prompt_tokens": timings.prompt_tokens,
         "output_tokens": timings.output_tokens,
-        "output_tokens_per_s": round(timings.output_tokens / wall, 1),
+        "output_tokens_per_s": round(timings.output_tokens / timings.wall, 1),
     }
     for name, values in (("ttft", timings.first), ("inter_token", timings.between), ("request", timings.ended)):
         for label, share in (("p50", 0.5), ("p99", 0.99)):
@@ -241,12 +252,10 @@ def measure(args: argparse.Namespace, url: str, cpu_seconds: Callable[[], float]
     if args.warmup:
         run_clients(url, bodies[: args.warmup], streams=args.warmup, **options)
     used = cpu_seconds() if cpu_seconds else 0.0
-    began = time.perf_counter()
     timings = run_clients(url, bodies, streams=args.streams, **options)
-    wall = time.perf_counter() - began
     if interactive:
         print("\r", end="", file=sys.stderr)
-    report = report_of(timings, wall)
+    report = report_of(timings)
     if cpu_seconds is not None:
         report["cpu_us_per_token"] = round(1e6 * (cpu_seconds() - used) / max(1, timings.output_tokens), 2)
         report["events_per_token"] = round(timings.events / max(1, timings.output_tokens), 3)

@@ -9,12 +9,14 @@ class Timings(msgspec.Struct):
     """What client processes saw; times in seconds.
 
     Attributes:
+        wall: from the first request to the last answer, over all processes.
         first: from sending a request to its first event.
         between: between the reads that brought events (several tokens may come in one).
         ended: from sending a request to its end.
         failure: the end of what a failed request got.
     """
 
+    wall: float = 0.0
     first: list[float] = []
     between: list[float] = []
     ended: list[float] = []
