@@ -68,20 +68,30 @@ class AttentionBackend(Protocol):
         """Prepare the step; everything that does not depend on the layer."""
         ...
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
+    def attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, out: Tensor | None = None
+    ) -> Tensor:
         """q: [tokens, q_heads, head_dim]; caches: [pages, page_size, kv_heads, head_dim] -> [tokens, q_heads, head_dim].
 
-        Query head h attends to KV head h // (q_heads / kv_heads).
+        Query head h attends to KV head h // (q_heads / kv_heads). The result goes to `out` if there is one.
         """
         ...
 
     fuses_decode: bool
     """Whether decoding rows go through `decode`; `attend` then gets the chunks' rows only."""
 
-    def decode(self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
+    def decode(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
+    ) -> Tensor:
         """The decoding rows from their raw projection: norms, rotation and the cache write are done inside.
 
-        qkv: [rows, (q_heads + 2 * kv_heads) * head_dim] -> [rows, q_heads, head_dim].
+        qkv: [rows, (q_heads + 2 * kv_heads) * head_dim] -> [rows, q_heads, head_dim], in `out` if there is one.
         """
         ...
 

@@ -60,11 +60,23 @@ class FlashInferAttention:
         indices = torch.from_numpy(np.concatenate([np.array(c.pages, dtype=np.int32) for c in batch.chunks]))
         self._indices = indices.pin_memory().to(self._device, non_blocking=True)
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
-        out: Tensor = self._planned(q, k_cache, spec).run(q, (k_cache, v_cache))
-        return out
+    def attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, out: Tensor | None = None
+    ) -> Tensor:
+        # Without one, FlashInfer makes and zeroes it.
+        out = torch.empty_like(q) if out is None else out
+        result: Tensor = self._planned(q, k_cache, spec).run(q, (k_cache, v_cache), out=out)
+        return result
 
-    def decode(self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
+    def decode(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
+    ) -> Tensor:
         assert self._batch is not None
         batch = self._batch
         if self._decode is None:
@@ -83,6 +95,7 @@ class FlashInferAttention:
             softcap=spec.softcap,
             rotation=rotation,
             workspace=self._decode,
+            out=out,
         )
 
     def _planned(self, q: Tensor, k_cache: Tensor, spec: AttentionSpec) -> Any:

@@ -64,10 +64,12 @@ class TorchAttention:
         device = batch.page_table.device
         self._chunks = [_Chunk(span, _side_by_side(torch.tensor(span.pages, device=device))) for span in batch.chunks]
 
-    def attend(self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
-        if len(self._groups) == 1 and not self._chunks:
+    def attend(
+        self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, out: Tensor | None = None
+    ) -> Tensor:
+        if len(self._groups) == 1 and not self._chunks and out is None:
             return _decode(q, k_cache, v_cache, self._groups[0], spec)
-        out = torch.empty_like(q)
+        out = torch.empty_like(q) if out is None else out
         for group in self._groups:
             queries = q[: self._num_decodes] if group.rows is None else q[group.rows]
             result = _decode(queries, k_cache, v_cache, group, spec)
@@ -91,7 +93,15 @@ class TorchAttention:
             pages, first, length = group.pages, 0, group.pages.shape[1]
         return ScriptedDecode(pages, first, length, _decode_mask(group, length * page_size, spec.window, torch.float32))
 
-    def decode(self, qkv: Tensor, rotation: Rotation, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec) -> Tensor:
+    def decode(
+        self,
+        qkv: Tensor,
+        rotation: Rotation,
+        k_cache: Tensor,
+        v_cache: Tensor,
+        spec: AttentionSpec,
+        out: Tensor | None = None,
+    ) -> Tensor:
         raise NotImplementedError("this backend attends to decoding rows like to others")
 
 

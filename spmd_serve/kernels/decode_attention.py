@@ -53,6 +53,7 @@ def decode_attention(
     softcap: float | None = None,
     rotation: Rotation | None = None,
     workspace: DecodeWorkspace | None = None,
+    out: Tensor | None = None,
 ) -> Tensor:
     """Attention of each row's newest token to itself and the tokens before it.
 
@@ -67,6 +68,7 @@ def decode_attention(
         window: the newest token sees itself and window - 1 tokens before it; None is all.
         softcap: scores become cap * tanh(score / cap).
         workspace: needed on a GPU.
+        out: [rows, q_heads, head_dim], contiguous: where the result goes; made if there is none.
 
     On a GPU, page_table, slots and lengths must not be written by the kernel launched just before.
 
@@ -78,9 +80,10 @@ def decode_attention(
 
         assert workspace is not None
         return gpu.decode_attention(
-            q, k_cache, v_cache, page_table, slots, lengths, scale, window, softcap, rotation, workspace
+            q, k_cache, v_cache, page_table, slots, lengths, scale, window, softcap, rotation, workspace, out=out
         )
-    return decode_attention_torch(q, k_cache, v_cache, page_table, slots, lengths, scale, window, softcap, rotation)
+    result = decode_attention_torch(q, k_cache, v_cache, page_table, slots, lengths, scale, window, softcap, rotation)
+    return result if out is None else out.copy_(result)
 
 
 def decode_attention_torch(

@@ -149,12 +149,12 @@ class Attention:
         decodes, rotation = step.num_decodes, self._rotation()
         if decodes == qkv.shape[0]:
             return attention.decode(qkv, rotation, k_cache, v_cache, self.spec)
-        chunks = step.without_decodes()
-        q = self._cache_gpu(qkv[decodes:], chunks, k_cache, v_cache)
-        out = attention.attend(q, k_cache, v_cache, self.spec)
-        if decodes == 0:
-            return out
-        return torch.cat((attention.decode(qkv[:decodes], rotation, k_cache, v_cache, self.spec), out))
+        out = qkv.new_empty(qkv.shape[0], self._q_heads, self._head_dim)
+        q = self._cache_gpu(qkv[decodes:], step.without_decodes(), k_cache, v_cache)
+        attention.attend(q, k_cache, v_cache, self.spec, out[decodes:])
+        if decodes:
+            attention.decode(qkv[:decodes], rotation, k_cache, v_cache, self.spec, out[:decodes])
+        return out
 
     def _cache(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """QK-norm, rotation, K and V into the cache; returns q, [tokens, q_heads, head_dim]."""

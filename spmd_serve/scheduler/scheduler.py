@@ -248,8 +248,10 @@ class Scheduler:
         return rows, [s.slot for s in rows]
 
     def _update_decoding(self) -> None:
+        """The longest come first, so that attention's programs, which start in this order, do not end with a long one."""
         if self._decoding_changed:
             self._decoding = [s for s in (*self._decoding, *self._joining) if s.status is _DECODE]
+            self._decoding.sort(key=attrgetter("planned"), reverse=True)  # it stays so while all of them go on together
             self._decode_slots = [s.slot for s in self._decoding]
             self._joining = []
             self._decoding_changed = False

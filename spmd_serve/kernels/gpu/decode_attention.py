@@ -48,14 +48,15 @@ def choose_config(rows: int, kv_heads: int, head_dim: int) -> DecodeConfig:
 def decode_attention(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, page_table: Tensor, slots: Tensor, lengths: Tensor, scale: float,
     window: int | None, softcap: float | None, rotation: Rotation | None, workspace: DecodeWorkspace,
-    config: DecodeConfig | None = None,
+    config: DecodeConfig | None = None, out: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """See spmd_serve.kernels.decode_attention.decode_attention."""
     page_size, kv_heads, head_dim = k_cache.shape[1:]
     rows = lengths.shape[0]
     q_heads = q.shape[1] // head_dim - 2 * kv_heads if rotation is not None else q.shape[1]
     group = q_heads // kv_heads
-    out = torch.empty((rows, q_heads, head_dim), dtype=q.dtype, device=q.device)
+    if out is None:
+        out = torch.empty((rows, q_heads, head_dim), dtype=q.dtype, device=q.device)
     if rows == 0:
         return out
     if config is None:
@@ -63,7 +64,7 @@ def decode_attention(
     table = None if rotation is None else rotation.rope_table
     block_d = triton.next_power_of_2(head_dim)
     merge_group = triton.next_power_of_2(group)
-    _decode[(rows, kv_heads, config.splits)](
+    _decode[(kv_heads, rows, config.splits)](
         q, k_cache, v_cache, page_table, slots, lengths, out, workspace.sums, workspace.maxima, workspace.arrived,
         table, None if rotation is None else rotation.q_scale, None if rotation is None else rotation.k_scale,
         0.0 if rotation is None else rotation.eps, scale, 0.0 if softcap is None else softcap,
@@ -117,8 +118,8 @@ def _decode(
     HALF: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, MERGE_G: tl.constexpr,
     MERGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    row = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    head = tl.program_id(0)  # the heads of a token lie side by side in the cache, and are read at the same time
+    row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     slot = tl.load(slots + row)
     length = tl.load(lengths + row).to(tl.int32)
