@@ -248,7 +248,7 @@ class ModelRunner:
     def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """A token per row; `positions` are those of the new tokens. Collective."""
         rows = self._rows
-        return self._sampler.sample(logits, rows.temperature[slots], rows.seed[slots], positions)
+        return self._sampler.sample(logits, rows.temperature, rows.seed, positions, slots)
 
     def _pending(
         self,

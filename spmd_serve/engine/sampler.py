@@ -29,17 +29,20 @@ class Sampler:
         self._vocab = vocab
         self._vocab_size = vocab_size
 
-    def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor) -> Tensor:
+    def sample(
+        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, slots: Tensor | None = None
+    ) -> Tensor:
         """Greedy (temperature 0) or temperature sampling. Collective.
 
         Args:
             logits: float32 [rows, vocabulary rows of this rank].
             temperature, seeds, positions: [rows]; position is the index of the token being drawn in its sequence.
+            slots: [rows]: temperature and seeds are tables, and these are the rows' places in them.
 
         Returns:
             int64 [rows], equal on all ranks.
         """
-        values, indices = gumbel_argmax(logits, temperature, seeds, positions, self._vocab.start)
+        values, indices = gumbel_argmax(logits, temperature, seeds, positions, self._vocab.start, slots)
         if self._comm.world_size == 1:
             return indices
         pairs = self._comm.all_gather(torch.stack((values.double(), indices.double())))

@@ -14,7 +14,7 @@ from torch import Tensor
 from spmd_serve.kernels.rope_cache import rope_and_cache_torch
 
 # A row's tokens are cut into splits for different programs where that does not make more programs than this.
-MAX_PROGRAMS = 528
+MAX_PROGRAMS = 2208
 
 
 class DecodeWorkspace:

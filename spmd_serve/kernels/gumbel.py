@@ -39,7 +39,12 @@ _LN2 = float(np.log(2.0))
 
 
 def gumbel_argmax(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, vocab_offset: int = 0
+    logits: Tensor,
+    temperature: Tensor,
+    seeds: Tensor,
+    positions: Tensor,
+    vocab_offset: int = 0,
+    slots: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Each row's best noisy logit and its vocabulary index; the lowest index wins ties.
 
@@ -48,6 +53,7 @@ def gumbel_argmax(
         temperature: [B] float32; 0 is greedy (the plain argmax, no noise).
         seeds, positions: [B] int64; position is that of the token being sampled.
         vocab_offset: vocabulary index of logits[:, 0], when V is one rank's shard.
+        slots: [B] int64: temperature and seeds are tables, and these are the rows' places in them.
 
     Returns:
         values [B] float32: logit / temperature + G, or the logit itself in a greedy row; -inf where V is 0.
@@ -56,7 +62,9 @@ def gumbel_argmax(
     if logits.is_cuda:
         from spmd_serve.kernels.gpu import gumbel as gpu
 
-        return gpu.gumbel_argmax(logits, temperature, seeds, positions, vocab_offset)
+        return gpu.gumbel_argmax(logits, temperature, seeds, positions, vocab_offset, slots)
+    if slots is not None:
+        temperature, seeds = temperature[slots], seeds[slots]
     return gumbel_argmax_cpu(logits, temperature, seeds, positions, vocab_offset)
 
 

@@ -1,12 +1,13 @@
-"""What a decode step reads from and writes to the table of running sequences, in one kernel each.
+"""What a step reads from and writes to tables, in one kernel each.
 
-The table's tensors are indexed by slot. The padding slot stands for rows that a captured step carries along unused.
+The tensors of the table of running sequences are indexed by slot. The padding slot stands for rows that a captured step carries along unused.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 
 def decode_inputs(
@@ -27,6 +28,30 @@ def decode_inputs(
         return gpu.decode_inputs(slots, last_token, length, padding_slot)
     positions = length[slots]
     return last_token[slots], positions, torch.where(slots == padding_slot, 0, positions + 1)
+
+
+def lookup(table: Tensor, index: Tensor, first: int, *, whole: bool) -> Tensor:
+    """Rows of a table of which this is a part; zeros for those that another part holds.
+
+    Args:
+        table: [rows, width], contiguous; its first row is number `first`.
+        index: int64 [n].
+        whole: nothing is outside.
+
+    Returns:
+        [n, width].
+    """
+    if table.is_cuda:
+        from spmd_serve.kernels.gpu import rows as gpu
+
+        return gpu.lookup(table, index, first)
+    if whole:
+        return F.embedding(index, table)
+    local = index - first
+    mine = (local >= 0) & (local < table.shape[0])
+    if table.shape[0] == 0:
+        return table.new_zeros(index.shape[0], table.shape[1])
+    return F.embedding(local.clamp(0, table.shape[0] - 1), table) * mine[:, None]
 
 
 def advance_rows_(slots: Tensor, tokens: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor) -> None:

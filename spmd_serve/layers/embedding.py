@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn import functional as F
 
 from spmd_serve.distributed.collectives import Communicator
+from spmd_serve.kernels.rows import lookup
 
 
 class Embedding:
@@ -21,12 +21,5 @@ class Embedding:
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """tokens: int64 [tokens] -> [tokens, hidden]. Collective."""
-        if self._comm.world_size == 1:
-            return F.embedding(tokens, self.weight)
-        local = tokens - self._vocab.start
-        mine = (local >= 0) & (local < len(self._vocab))
-        if len(self._vocab) == 0:
-            rows = self.weight.new_zeros(tokens.shape[0], self.weight.shape[1])
-        else:
-            rows = F.embedding(local.clamp(0, len(self._vocab) - 1), self.weight) * mine[:, None]
+        rows = lookup(self.weight, tokens, self._vocab.start, whole=self._comm.world_size == 1)
         return self._comm.all_reduce(rows)

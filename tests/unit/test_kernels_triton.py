@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from spmd_serve.kernels.activation import gated_activation_torch
 from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention_torch
 from spmd_serve.kernels.fp8 import FP8, Fp8Format, Fp8Weight, fp8_linear_torch
-from spmd_serve.kernels.gpu import activation, decode_attention, fp8, gumbel, linear, norm, rope_cache
+from spmd_serve.kernels.gpu import activation, decode_attention, fp8, gumbel, linear, norm, rope_cache, rows
 from spmd_serve.kernels.gumbel import gumbel_argmax_cpu
 from spmd_serve.kernels.linear import Norm, linear_torch
 from spmd_serve.kernels.norm import add_rms_norm_torch_, rms_norm_torch
@@ -108,6 +108,24 @@ def test_gumbel_argmax(vocab: int, dtype: torch.dtype, rng: torch.Generator) -> 
     expected_values, expected_index = gumbel_argmax_cpu(logits, temperature, seeds, positions, 1000)
     assert index.tolist() == expected_index.tolist()
     torch.testing.assert_close(values, expected_values, rtol=1e-5, atol=1e-5)
+
+
+def test_gumbel_argmax_of_rows_of_a_table(rng: torch.Generator) -> None:
+    logits = torch.randn(3, 500, generator=rng)
+    temperature, seeds = torch.rand(8, generator=rng), torch.arange(8) * 77
+    slots, positions = torch.tensor([5, 0, 7]), torch.tensor([3, 3, 4])
+    got = gumbel.gumbel_argmax(logits, temperature, seeds, positions, slots=slots)
+    expected = gumbel_argmax_cpu(logits, temperature[slots], seeds[slots], positions)
+    torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("width", [64, 576, 1500])
+@pytest.mark.parametrize("first", [0, 40])
+def test_lookup(first: int, width: int, rng: torch.Generator) -> None:
+    table = torch.randn(30, width, generator=rng).bfloat16()
+    index = torch.tensor([first, first + 29, first + 30, 3, first + 7, 0])
+    expected = torch.stack([table[i - first] if 0 <= i - first < 30 else torch.zeros(width).bfloat16() for i in index])
+    assert torch.equal(rows.lookup(table, index, first), expected)
 
 
 @pytest.mark.parametrize(

@@ -14,9 +14,11 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation
-from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
+from spmd_serve.kernels.gpu.launch import launch_options, prefetch_l2, wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
+HEADS_FIRST = True
+PREFETCH_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,8 @@ def choose_config(rows: int, kv_heads: int, head_dim: int) -> DecodeConfig:
     elif heads <= 64:
         splits, stages = (8 if heads <= 32 else 4), 5
     else:
-        splits, stages = (4 if heads <= 132 else 2 if heads <= 264 else 1), 3
+        # A program reads some 20 tokens a us: rows of unequal length end late unless the long ones are shared out.
+        splits, stages = (4 if heads <= 400 else 2 if heads <= 1100 else 1), 3
     return DecodeConfig(slices=1, block=32 if head_dim <= 128 else 16, warps=1, stages=stages, splits=splits)
 
 
@@ -64,7 +67,7 @@ def decode_attention(
     table = None if rotation is None else rotation.rope_table
     block_d = triton.next_power_of_2(head_dim)
     merge_group = triton.next_power_of_2(group)
-    _decode[(kv_heads, rows, config.splits)](
+    _decode[(kv_heads, rows, config.splits) if HEADS_FIRST else (rows, kv_heads, config.splits)](
         q, k_cache, v_cache, page_table, slots, lengths, out, workspace.sums, workspace.maxima, workspace.arrived,
         table, None if rotation is None else rotation.q_scale, None if rotation is None else rotation.k_scale,
         0.0 if rotation is None else rotation.eps, scale, 0.0 if softcap is None else softcap,
@@ -73,6 +76,7 @@ def decode_attention(
         BLOCK_D=block_d, PAGE_SIZE=page_size, WINDOW=window or 0, SOFTCAP=softcap is not None,
         FUSED=rotation is not None, NORM=rotation is not None and rotation.q_scale is not None,
         HALF=0 if table is None else table.shape[2], SLICES=config.slices, BLOCK=config.block, SPLITS=config.splits,
+        HEADS_FIRST=HEADS_FIRST, LINES=max(1, head_dim * k_cache.element_size() // 128) if rows <= PREFETCH_ROWS else 0,
         MERGE_G=merge_group, MERGE=min(config.splits, max(1, 4096 // (merge_group * block_d))),
         num_warps=config.warps, num_stages=config.stages, **launch_options(rows),
     )  # fmt: skip
@@ -116,10 +120,14 @@ def _decode(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
     HALF: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, MERGE_G: tl.constexpr,
-    MERGE: tl.constexpr, PDL: tl.constexpr,
+    MERGE: tl.constexpr, HEADS_FIRST: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    head = tl.program_id(0)  # the heads of a token lie side by side in the cache, and are read at the same time
-    row = tl.program_id(1).to(tl.int64)
+    if HEADS_FIRST:
+        head = tl.program_id(0)  # the heads of a token lie side by side in the cache, and are read at the same time
+        row = tl.program_id(1).to(tl.int64)
+    else:
+        head = tl.program_id(1)
+        row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(2)
     slot = tl.load(slots + row)
     length = tl.load(lengths + row).to(tl.int32)
@@ -147,6 +155,15 @@ def _decode(
     angle = rope_table
     if HALF > 0:
         angle = rope_table + tl.maximum(length - 1, 0).to(tl.int64) * (2 * HALF)
+    if (PDL > 0) & (LINES > 0):
+        # The cache is not what the kernel before this one makes: bring it into L2 meanwhile.
+        for start in tl.range(low, high, 32):
+            t = tl.minimum(start + tl.arange(0, 32), high - 1)
+            page = tl.load(table + t // PAGE_SIZE).to(tl.int64)
+            at = ((page * PAGE_SIZE + t % PAGE_SIZE) * KV_HEADS + head) * HEAD_DIM
+            line = at[:, None] + tl.arange(0, LINES)[None, :] * (HEAD_DIM // LINES)
+            prefetch_l2(k_cache + line)
+            prefetch_l2(v_cache + line)
     wait_for_inputs(PDL)
     base = q + row * q_stride
     if FUSED:

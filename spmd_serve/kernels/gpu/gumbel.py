@@ -23,8 +23,9 @@ PROGRAMS = 132 * 8  # about how many programs to cut the batch into: a few for e
 
 
 def gumbel_argmax(
-    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, vocab_offset: int = 0
-) -> tuple[Tensor, Tensor]:
+    logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, vocab_offset: int = 0,
+    slots: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """See spmd_serve.kernels.gumbel.gumbel_argmax. Two launches, no synchronisation."""
     rows, vocab = logits.shape
     device = logits.device
@@ -40,7 +41,7 @@ def gumbel_argmax(
     indices = torch.empty(rows, dtype=torch.int64, device=device)
     options = launch_options(rows)
     _best_of_slice[(rows, splits)](
-        logits, temperature, seeds, positions, part_values, part_indices,
+        logits, temperature, seeds, positions, slots, part_values, part_indices,
         vocab, logits.stride(0), vocab_offset, per_program, BLOCK=BLOCK, num_warps=8, **options,
     )  # fmt: skip
     _best_of_slices[(rows,)](
@@ -84,16 +85,19 @@ def _gumbel(v, low, high):
 
 @triton.jit(do_not_specialize=["vocab_offset", "blocks_per_program"])
 def _best_of_slice(
-    logits, temperature, seeds, positions, part_values, part_indices,
+    logits, temperature, seeds, positions, slots, part_values, part_indices,
     vocab, row_stride, vocab_offset, blocks_per_program, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0)
     split = tl.program_id(1)
     wait_for_inputs(PDL)
-    t = tl.load(temperature + row)
+    slot = row
+    if slots is not None:
+        slot = tl.load(slots + row)
+    t = tl.load(temperature + slot)
     noisy = t > 0
     inverse = tl.where(noisy, 1.0 / tl.where(noisy, t, 1.0), 1.0)
-    seed = tl.load(seeds + row).to(tl.uint64)
+    seed = tl.load(seeds + slot).to(tl.uint64)
     position = tl.load(positions + row).to(tl.uint64)
     key = _splitmix64(_splitmix64(seed) ^ position)
     low = key.to(tl.uint32)

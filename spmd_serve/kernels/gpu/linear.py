@@ -21,7 +21,7 @@ from torch import Tensor
 
 from spmd_serve.kernels.gpu.activation import activate
 from spmd_serve.kernels.gpu.build import load_library
-from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
+from spmd_serve.kernels.gpu.launch import launch_options, prefetch_l2, wait_for_inputs
 
 
 @dataclass(frozen=True)
@@ -36,13 +36,15 @@ class GemvConfig:
 
 @dataclass(frozen=True)
 class MmaConfig:
-    """For skinny.cu. row_warps: groups of 16 weight rows a block (even if gated); column_warps share its columns;
-    splits: blocks of a cluster that share the columns further.
+    """For skinny.cu. row_warps: of a block, each with 16 weight rows; column_warps share its columns; splits: blocks of a
+    cluster that share the columns further. early: the next kernel may start when this one ends (0), has its input (1)
+    or has its products (2).
     """
 
     row_warps: int
     column_warps: int
     splits: int
+    early: int = 0
 
 
 @dataclass(frozen=True)
@@ -63,22 +65,33 @@ def skinny_linear(
     tokens, in_features = x.shape
     gated = activation is not None
     features = weight.shape[0] // (2 if gated else 1)
-    if not 0 < tokens <= MAX_TOKENS or in_features % 8 or features == 0:
-        return None
-    if tokens == 1:
-        config = gemv_config(features, in_features, gated)
+    config = choose_config(tokens, features, in_features, gated=gated, normed=scale is not None)
+    if isinstance(config, GemvConfig):
         return gemv(x, weight, bias, scale, eps, activation, residual, config)
-    if features * in_features > MAX_WEIGHTS or in_features > MAX_COLUMNS:
-        return None
-    if scale is None and not gated:
-        return skinny(x, weight, bias, residual, SkinnyConfig(8, 4, 64, 5))
-    return mma(x, weight, bias, scale, eps, activation, residual, mma_config(in_features))
+    if isinstance(config, SkinnyConfig):
+        return skinny(x, weight, bias, residual, config)
+    return None if config is None else mma(x, weight, bias, scale, eps, activation, residual, config)
 
 
 # Beyond these the matrix library is as fast: measured on an H200.
 MAX_TOKENS = 16
 MAX_WEIGHTS = 8 << 20  # of the gate alone in a gated layer
 MAX_COLUMNS = 4096
+
+
+def choose_config(
+    tokens: int, features: int, in_features: int, *, gated: bool, normed: bool
+) -> GemvConfig | SkinnyConfig | MmaConfig | None:
+    """Which kernel, and how. None: the matrix library."""
+    if not 0 < tokens <= MAX_TOKENS or in_features % 8 or features == 0:
+        return None
+    if tokens == 1:
+        return gemv_config(features, in_features, gated)
+    if features * in_features > MAX_WEIGHTS or in_features > MAX_COLUMNS:
+        return None
+    if not gated and not normed:
+        return SkinnyConfig(8, 4, 64, 5)
+    return mma_config(in_features)
 
 
 def gemv_config(features: int, in_features: int, gated: bool) -> GemvConfig:
@@ -115,10 +128,11 @@ def mma(
     pointers = [0 if t is None else t.data_ptr() for t in (x, weight, bias, scale, out)]
     if x.stride(0) % 8 or any(p % 16 for p in pointers):
         return None
+    dependent = 1 + config.early if launch_options(tokens)["PDL"] else 0
     code = library.skinny_linear(
         *(ctypes.c_void_p(p) for p in pointers), tokens, features, in_features, x.stride(0), ctypes.c_float(eps),
         (None, "silu", "gelu_tanh").index(activation), residual is not None,
-        config.row_warps, config.column_warps, config.splits, launch_options(tokens)["PDL"],
+        config.row_warps, config.column_warps, config.splits, dependent,
         x.device.index, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
     )  # fmt: skip
     if code == -1:
@@ -285,14 +299,7 @@ def _skinny(
         # Bring the first step's weights into L2, one touch for each 128 bytes (64 values), before the wait.
         line = w + rows[:, None] * k + tl.arange(0, SLICES * BLOCK // 64)[None, :] * 64
         line = tl.where((rows < n)[:, None], line, w)
-        tl.inline_asm_elementwise(
-            "prefetch.global.L2 [$1]; mov.u32 $0, 0;",
-            "=r,l",
-            [line.to(tl.int64)],
-            dtype=tl.int32,
-            is_pure=False,
-            pack=1,
-        )
+        prefetch_l2(line)
     wait_for_inputs(PDL)
     target = out + tokens.to(tl.int64)[:, None] * n + rows[None, :]
     inside = (tokens < m)[:, None] & (rows < n)[None, :]

@@ -22,6 +22,18 @@ def decode_inputs(
     return tokens, positions, lengths
 
 
+def lookup(table: Tensor, index: Tensor, first: int) -> Tensor:
+    """See spmd_serve.kernels.rows.lookup."""
+    n, (rows, width) = index.shape[0], table.shape
+    out = torch.empty((n, width), dtype=table.dtype, device=table.device)
+    block = min(1024, triton.next_power_of_2(width))
+    if n:
+        _lookup[(n, triton.cdiv(width, block))](
+            table, index, out, first, rows, width, BLOCK=block, num_warps=4, **launch_options(n)
+        )
+    return out
+
+
 def advance_rows_(slots: Tensor, tokens: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor) -> None:
     """See spmd_serve.kernels.rows.advance_rows_."""
     n = slots.shape[0]
@@ -42,6 +54,17 @@ def _decode_inputs(
     tl.store(tokens + row, tl.load(last_token + slot, mask=inside, other=0), mask=inside)
     tl.store(positions + row, position, mask=inside)
     tl.store(lengths + row, tl.where(slot == padding_slot, 0, position + 1), mask=inside)
+
+
+@triton.jit(do_not_specialize=["first", "rows"])
+def _lookup(table, index, out, first, rows, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    n = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    wait_for_inputs(PDL)
+    row = tl.load(index + n) - first
+    inside = at < width
+    there = inside & (row >= 0) & (row < rows)
+    tl.store(out + n * width + at, tl.load(table + row * width + at, mask=there, other=0.0), mask=inside)
 
 
 @triton.jit(do_not_specialize=["n"])
