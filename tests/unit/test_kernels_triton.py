@@ -150,21 +150,6 @@ def test_gemv(
     assert residual is None or got is residual
 
 
-@pytest.mark.parametrize("config", [linear.SkinnyConfig(16, 4, 16, 2), linear.SkinnyConfig(8, 2, 64, 2)])
-@pytest.mark.parametrize(("features", "size"), [(64, 128), (54, 72)])
-@pytest.mark.parametrize("added", [False, True])
-def test_skinny(config: linear.SkinnyConfig, features: int, size: int, added: bool, rng: torch.Generator) -> None:
-    x = torch.randn(5, size + 8, generator=rng)[:, :size]
-    weight = torch.randn(features, size, generator=rng) / 8
-    bias = torch.randn(features, generator=rng) if added else None
-    residual = torch.randn(5, features, generator=rng) if added else None
-    copy = None if residual is None else residual.clone()
-    expected = linear_torch(x, weight, bias, None, None, copy)
-    got = linear.skinny(x, weight, bias, residual, config)
-    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
-    assert residual is None or got is residual
-
-
 @pytest.mark.parametrize("splits", [1, 2, 8])
 @pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(4, 2, 16), (9, 3, 32), (5, 1, 24)])
 @pytest.mark.parametrize(("window", "softcap"), [(None, None), (40, 5.0)])

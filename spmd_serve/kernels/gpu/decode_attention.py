@@ -14,22 +14,23 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation
-from spmd_serve.kernels.gpu.launch import launch_options, prefetch_l2, wait_for_inputs
+from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
 
 LOG2E = tl.constexpr(1.4426950408889634)
-HEADS_FIRST = True
-PREFETCH_ROWS = 16
 
 
 @dataclass(frozen=True)
 class DecodeConfig:
-    """slices: token ranges side by side (one a warp); block: tokens of each a step; splits: programs a row and KV head."""
+    """slices: token ranges side by side (one a warp); block: tokens of each a step; splits: programs a row and KV head at
+    most; split_steps: the fewest steps for which one of them starts.
+    """
 
     slices: int
     block: int
     warps: int
     stages: int
     splits: int
+    split_steps: int = 1
 
 
 def choose_config(rows: int, kv_heads: int, head_dim: int) -> DecodeConfig:
@@ -37,15 +38,16 @@ def choose_config(rows: int, kv_heads: int, head_dim: int) -> DecodeConfig:
 
     rows * kv_heads * splits stays within MAX_PROGRAMS.
     """
-    heads = rows * kv_heads
+    heads, split_steps = rows * kv_heads, 1
     if heads <= 16:
         splits, stages = (64 if heads <= 8 else 32), 3
     elif heads <= 64:
         splits, stages = (8 if heads <= 32 else 4), 5
     else:
         # A program reads some 20 tokens a us: rows of unequal length end late unless the long ones are shared out.
-        splits, stages = (4 if heads <= 400 else 2 if heads <= 1100 else 1), 3
-    return DecodeConfig(slices=1, block=32 if head_dim <= 128 else 16, warps=1, stages=stages, splits=splits)
+        splits, stages, split_steps = (4, 3, 4) if heads <= 400 else (2, 3, 24) if heads <= 1100 else (1, 3, 1)
+    block = 32 if head_dim <= 128 else 16
+    return DecodeConfig(slices=1, block=block, warps=1, stages=stages, splits=splits, split_steps=split_steps)
 
 
 def decode_attention(
@@ -67,7 +69,7 @@ def decode_attention(
     table = None if rotation is None else rotation.rope_table
     block_d = triton.next_power_of_2(head_dim)
     merge_group = triton.next_power_of_2(group)
-    _decode[(kv_heads, rows, config.splits) if HEADS_FIRST else (rows, kv_heads, config.splits)](
+    _decode[(kv_heads, rows, config.splits)](
         q, k_cache, v_cache, page_table, slots, lengths, out, workspace.sums, workspace.maxima, workspace.arrived,
         table, None if rotation is None else rotation.q_scale, None if rotation is None else rotation.k_scale,
         0.0 if rotation is None else rotation.eps, scale, 0.0 if softcap is None else softcap,
@@ -76,8 +78,7 @@ def decode_attention(
         BLOCK_D=block_d, PAGE_SIZE=page_size, WINDOW=window or 0, SOFTCAP=softcap is not None,
         FUSED=rotation is not None, NORM=rotation is not None and rotation.q_scale is not None,
         HALF=0 if table is None else table.shape[2], SLICES=config.slices, BLOCK=config.block, SPLITS=config.splits,
-        HEADS_FIRST=HEADS_FIRST, LINES=max(1, head_dim * k_cache.element_size() // 128) if rows <= PREFETCH_ROWS else 0,
-        MERGE_G=merge_group, MERGE=min(config.splits, max(1, 4096 // (merge_group * block_d))),
+        SPLIT_STEPS=config.split_steps, MERGE_G=merge_group, MERGE=min(config.splits, max(1, 4096 // (merge_group * block_d))),
         num_warps=config.warps, num_stages=config.stages, **launch_options(rows),
     )  # fmt: skip
     return out
@@ -119,15 +120,11 @@ def _decode(
     rope_table, q_scale, k_scale, eps, scale, softcap, table_stride, q_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
-    HALF: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, MERGE_G: tl.constexpr,
-    MERGE: tl.constexpr, HEADS_FIRST: tl.constexpr, LINES: tl.constexpr, PDL: tl.constexpr,
+    HALF: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLIT_STEPS: tl.constexpr,
+    MERGE_G: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    if HEADS_FIRST:
-        head = tl.program_id(0)  # the heads of a token lie side by side in the cache, and are read at the same time
-        row = tl.program_id(1).to(tl.int64)
-    else:
-        head = tl.program_id(1)
-        row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(0)  # the heads of a token lie side by side in the cache, and are read at the same time
+    row = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
     slot = tl.load(slots + row)
     length = tl.load(lengths + row).to(tl.int32)
@@ -140,7 +137,7 @@ def _decode(
         end = length - 1
     step: tl.constexpr = SLICES * BLOCK
     steps = tl.cdiv(tl.maximum(end - first, 0), step)
-    per_split = tl.maximum(tl.cdiv(steps, SPLITS), 1)
+    per_split = tl.maximum(tl.cdiv(steps, SPLITS), SPLIT_STEPS)
     splits = tl.maximum(tl.cdiv(steps, per_split), 1)  # those that have something to do
     if split >= splits:
         wait_for_inputs(PDL)
@@ -155,15 +152,6 @@ def _decode(
     angle = rope_table
     if HALF > 0:
         angle = rope_table + tl.maximum(length - 1, 0).to(tl.int64) * (2 * HALF)
-    if (PDL > 0) & (LINES > 0):
-        # The cache is not what the kernel before this one makes: bring it into L2 meanwhile.
-        for start in tl.range(low, high, 32):
-            t = tl.minimum(start + tl.arange(0, 32), high - 1)
-            page = tl.load(table + t // PAGE_SIZE).to(tl.int64)
-            at = ((page * PAGE_SIZE + t % PAGE_SIZE) * KV_HEADS + head) * HEAD_DIM
-            line = at[:, None] + tl.arange(0, LINES)[None, :] * (HEAD_DIM // LINES)
-            prefetch_l2(k_cache + line)
-            prefetch_l2(v_cache + line)
     wait_for_inputs(PDL)
     base = q + row * q_stride
     if FUSED:

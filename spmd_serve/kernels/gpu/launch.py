@@ -39,11 +39,3 @@ def wait_for_inputs(PDL: tl.constexpr):
         tl.extra.cuda.gdc_wait()
     if PDL > 1:
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def prefetch_l2(at):
-    """Ask for the 128 bytes around each pointer of a tensor; nothing waits for them."""
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )

@@ -1,12 +1,9 @@
-"""Skinny matrix products: a GEMV for one token, tensor-core kernels for up to some tens of tokens.
+"""Skinny matrix products: a GEMV for one token, a tensor-core kernel for up to 16.
 
 `_gemv`: a program owns a few rows of the weight and loads all of them (or a first part) before it waits for its input,
 so that the weights of this layer stream while the kernel before still runs.
 
-`_skinny`: a program owns a few rows of the weight; its warps split the columns (a batched dot with one batch a warp), and
-their sums meet in shared memory.
-
-`mma`: skinny.cu, for layers with a norm before them; see there.
+`mma`: the same idea in skinny.cu; see there.
 
 No sum depends on timing, so results are the same on every run.
 """
@@ -21,7 +18,7 @@ from torch import Tensor
 
 from spmd_serve.kernels.gpu.activation import activate
 from spmd_serve.kernels.gpu.build import load_library
-from spmd_serve.kernels.gpu.launch import launch_options, prefetch_l2, wait_for_inputs
+from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
 
 
 @dataclass(frozen=True)
@@ -47,16 +44,6 @@ class MmaConfig:
     early: int = 0
 
 
-@dataclass(frozen=True)
-class SkinnyConfig:
-    """For `_skinny`. rows: weight rows a program; slices: warps, each with its own columns, `block` of them a step."""
-
-    rows: int
-    slices: int
-    block: int
-    stages: int
-
-
 def skinny_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, eps: float, activation: str | None,
     residual: Tensor | None,
@@ -68,8 +55,6 @@ def skinny_linear(
     config = choose_config(tokens, features, in_features, gated=gated, normed=scale is not None)
     if isinstance(config, GemvConfig):
         return gemv(x, weight, bias, scale, eps, activation, residual, config)
-    if isinstance(config, SkinnyConfig):
-        return skinny(x, weight, bias, residual, config)
     return None if config is None else mma(x, weight, bias, scale, eps, activation, residual, config)
 
 
@@ -81,7 +66,7 @@ MAX_COLUMNS = 4096
 
 def choose_config(
     tokens: int, features: int, in_features: int, *, gated: bool, normed: bool
-) -> GemvConfig | SkinnyConfig | MmaConfig | None:
+) -> GemvConfig | MmaConfig | None:
     """Which kernel, and how. None: the matrix library."""
     if not 0 < tokens <= MAX_TOKENS or in_features % 8 or features == 0:
         return None
@@ -89,9 +74,7 @@ def choose_config(
         return gemv_config(features, in_features, gated)
     if features * in_features > MAX_WEIGHTS or in_features > MAX_COLUMNS:
         return None
-    if not gated and not normed:
-        return SkinnyConfig(8, 4, 64, 5)
-    return mma_config(in_features)
+    return mma_config(tokens, in_features, before_attention=normed and not gated)
 
 
 def gemv_config(features: int, in_features: int, gated: bool) -> GemvConfig:
@@ -107,10 +90,19 @@ def gemv_config(features: int, in_features: int, gated: bool) -> GemvConfig:
     return GemvConfig(rows, block, warps, static=True)
 
 
-def mma_config(in_features: int) -> MmaConfig:
-    """By shape, from measurements on an H200: about one block for each multiprocessor."""
-    splits = 1 if in_features <= 1024 else 2 if in_features <= 2048 else 4
-    return MmaConfig(2, 4, splits)
+def mma_config(tokens: int, in_features: int, *, before_attention: bool) -> MmaConfig:
+    """By shape, from measurements of whole layers on an H200: a warp takes up to 256 columns.
+
+    before_attention: the many programs of the attention kernel are in the way of this one if they start early.
+    """
+    slices = triton.cdiv(in_features, 256)
+    column_warps = min(8, triton.next_power_of_2(slices))
+    splits = triton.cdiv(slices, column_warps)
+    if not before_attention:
+        return MmaConfig(1, column_warps, splits, early=1)
+    if tokens <= 8 and column_warps <= 4:
+        return MmaConfig(2, column_warps, splits, early=2)
+    return MmaConfig(1, column_warps, splits)
 
 
 def mma(
@@ -269,58 +261,3 @@ def _gemv(
     if GATED:
         result = activate(result, ACTIVATION) * (result_up + extra_up)
     tl.store(out + rows, result.to(out.dtype.element_ty), mask=inside)
-
-
-def skinny(x: Tensor, weight: Tensor, bias: Tensor | None, residual: Tensor | None, config: SkinnyConfig) -> Tensor:
-    """residual + x @ weight.T + bias for a few tokens."""
-    tokens = x.shape[0]
-    features, in_features = weight.shape
-    steps = triton.cdiv(in_features, config.slices * config.block)
-    out = residual if residual is not None else torch.empty((tokens, features), dtype=x.dtype, device=x.device)
-    _skinny[(triton.cdiv(features, config.rows),)](
-        x, weight, out, bias, tokens, features, in_features, x.stride(0),
-        M=max(16, triton.next_power_of_2(tokens)), ROWS=config.rows, SLICES=config.slices, BLOCK=config.block, STEPS=steps,
-        EVEN_N=features % config.rows == 0, EVEN_K=in_features == steps * config.slices * config.block,
-        ADD=residual is not None, num_warps=config.slices, num_stages=config.stages, **launch_options(tokens),
-    )  # fmt: skip
-    return out
-
-
-@triton.jit(do_not_specialize=["m"])
-def _skinny(
-    x, w, out, bias, m, n, k, x_stride,
-    M: tl.constexpr, ROWS: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr,
-    EVEN_N: tl.constexpr, EVEN_K: tl.constexpr, ADD: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    rows = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
-    tokens = tl.arange(0, M)
-    columns = tl.arange(0, SLICES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    if PDL > 0:
-        # Bring the first step's weights into L2, one touch for each 128 bytes (64 values), before the wait.
-        line = w + rows[:, None] * k + tl.arange(0, SLICES * BLOCK // 64)[None, :] * 64
-        line = tl.where((rows < n)[:, None], line, w)
-        prefetch_l2(line)
-    wait_for_inputs(PDL)
-    target = out + tokens.to(tl.int64)[:, None] * n + rows[None, :]
-    inside = (tokens < m)[:, None] & (rows < n)[None, :]
-    if ADD:
-        added = tl.load(target, mask=inside, other=0.0).to(tl.float32)
-    acc = tl.zeros((SLICES, M, ROWS), tl.float32)
-    for step in tl.range(STEPS):
-        at = columns + step * (SLICES * BLOCK)
-        if EVEN_N and EVEN_K:
-            tile = tl.load(w + rows[None, None, :] * k + at[:, :, None])
-        else:
-            known = (rows < n)[None, None, :] & (at < k)[:, :, None]
-            tile = tl.load(w + rows[None, None, :] * k + at[:, :, None], mask=known, other=0.0)
-        value = tl.load(
-            x + tokens.to(tl.int64)[None, :, None] * x_stride + at[:, None, :],
-            mask=(tokens < m)[None, :, None] & (at < k)[:, None, :], other=0.0,
-        )  # fmt: skip
-        acc = tl.dot(value, tile, acc)
-    result = tl.sum(acc, axis=0)
-    if bias is not None:
-        result += tl.load(bias + rows, mask=rows < n, other=0.0).to(tl.float32)[None, :]
-    if ADD:
-        result += added
-    tl.store(target, result.to(out.dtype.element_ty), mask=inside)
