@@ -9,7 +9,7 @@ import torch
 from support.checkpoints import make_checkpoint, random_prompts
 from support.rounding import Reference, check
 
-from spmd_serve.llm import LLM, Generation
+from spmd_serve.llm import LLM
 from spmd_serve.types import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
