@@ -1,9 +1,12 @@
-"""Linear layers over FP8 weights: the weights' bytes are read as they are, and become the compute type in registers.
+"""Linear layers over FP8 weights: the weights' bytes are read as they are.
 
-One token goes through the GEMV of linear.py. For more, `_matmul` multiplies tiles on the tensor cores in the compute type,
-so that activations are not rounded to FP8; with scales of whole rows and many tokens, torch._scaled_mm multiplies in FP8
-with one scale a token, at twice the rate.
+Up to 16 tokens go through fp8_stream.cu, where the weights become float16 in registers. For more, and scales of whole
+rows, torch._scaled_mm multiplies in FP8, with one scale a token that `quantize_rows` finds; with scales of blocks `_matmul`
+multiplies in the compute type. Where fp8_stream.cu has no kernel, one token goes through the GEMV of linear.py.
 """
+
+import ctypes
+from dataclasses import dataclass
 
 import torch
 import triton
@@ -12,11 +15,24 @@ from torch import Tensor
 
 from spmd_serve.kernels.fp8 import FP8, FP8_MAX, Fp8Weight
 from spmd_serve.kernels.gpu.activation import gated_activation
+from spmd_serve.kernels.gpu.build import load_library
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
 from spmd_serve.kernels.gpu.linear import GemvConfig, gemv
 from spmd_serve.kernels.gpu.norm import rms_norm
 
-SCALED_MM_TOKENS = 64  # from here on the arithmetic counts, not the weights' bytes
+STREAM_TOKENS = 16
+
+
+@dataclass(frozen=True)
+class StreamConfig:
+    """For fp8_stream.cu. warps: of a block; depth: pairs of loads a thread has in flight; blocks: a multiprocessor; early: the
+    next kernel may start at the end (0), when this one has its input (1) or has asked for all weights (2).
+    """
+
+    warps: int = 8
+    depth: int = 5
+    blocks: int = 2
+    early: int = 1
 
 
 def fp8_linear(
@@ -25,13 +41,24 @@ def fp8_linear(
 ) -> Tensor:  # fmt: skip
     """See spmd_serve.kernels.fp8.fp8_linear. scale and eps are the norm's."""
     tokens = x.shape[0]
-    if tokens == 1 and weight.values.numel():
+    if weight.values.numel() == 0 or tokens == 0:
+        return _by_parts(matmul(x, weight), bias, activation, residual)
+    streamed = stream(x, weight, bias, scale, eps, activation, residual)
+    if streamed is not None:
+        return streamed
+    if tokens == 1:
         config = gemv_config(weight.values.shape[1], gated=activation is not None)
         scales, block = weight.scales, weight.block
         return gemv(x, weight.values, bias, scale, eps, activation, residual, config, scales, block)
+    if _suits_scaled_mm(x, weight):
+        return _by_parts(scaled_mm(x, weight, scale, eps), bias, activation, residual)
     if scale is not None:
         x = rms_norm(x, scale, eps)
-    out = scaled_mm(x, weight) if _suits_scaled_mm(x, weight) else matmul(x, weight)
+    return _by_parts(matmul(x, weight), bias, activation, residual)
+
+
+def _by_parts(out: Tensor, bias: Tensor | None, activation: str | None, residual: Tensor | None) -> Tensor:
+    """What comes after the product."""
     if bias is not None:
         out += bias
     if activation is not None:
@@ -49,13 +76,77 @@ def gemv_config(in_features: int, *, gated: bool) -> GemvConfig:
 def _suits_scaled_mm(x: Tensor, weight: Fp8Weight) -> bool:
     out_features, in_features = weight.values.shape
     aligned = in_features % 16 == 0 and out_features % 16 == 0
-    return weight.block is None and aligned and x.dtype == torch.bfloat16 and x.shape[0] >= SCALED_MM_TOKENS
+    return weight.block is None and aligned and x.dtype == torch.bfloat16 and x.shape[0] > STREAM_TOKENS
 
 
-def scaled_mm(x: Tensor, weight: Fp8Weight) -> Tensor:
-    """x @ weight.T with x rounded to FP8, one scale a token. x: [tokens, in] -> [tokens, out]."""
-    x_scales = x.abs().amax(dim=1, keepdim=True).float().clamp_(min=1e-12) / FP8_MAX
-    x_values = (x.float() / x_scales).clamp_(-FP8_MAX, FP8_MAX).to(FP8)
+def stream(
+    x: Tensor, weight: Fp8Weight, bias: Tensor | None, scale: Tensor | None, eps: float, activation: str | None,
+    residual: Tensor | None, config: StreamConfig = StreamConfig(),
+) -> Tensor | None:  # fmt: skip
+    """`fp8_linear` by fp8_stream.cu. None if there is no such library, or it has no kernel for the shape."""
+    tokens = x.shape[0]
+    if weight.block not in (None, 128) or tokens > STREAM_TOKENS or x.dtype != torch.bfloat16 or not x.is_cuda:
+        return None
+    library = load_library("fp8_stream")
+    if library is None:
+        return None
+    out_features, in_features = weight.values.shape
+    features = out_features // 2 if activation is not None else out_features
+    out = residual if residual is not None else torch.empty((tokens, features), dtype=x.dtype, device=x.device)
+    pointers = [0 if t is None else t.data_ptr() for t in (x, weight.values, weight.scales, bias, scale, out)]
+    if x.stride(0) % 8 or any(p % 16 for p in pointers):
+        return None
+    dependent = 1 + config.early if launch_options(tokens)["PDL"] else 0
+    code = library.fp8_stream(
+        *(ctypes.c_void_p(p) for p in pointers), tokens, features, in_features, x.stride(0), ctypes.c_float(eps),
+        (None, "silu", "gelu_tanh").index(activation), residual is not None, weight.block or 0,
+        config.warps, config.depth, config.blocks, dependent,
+        x.device.index, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+    )  # fmt: skip
+    if code == -1:
+        return None
+    if code:
+        raise RuntimeError(f"fp8_stream{tuple(weight.values.shape)} for {tokens} tokens: CUDA error {code}")
+    return out
+
+
+def quantize_rows(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:
+    """RMSNorm (with its scale, [in], if there is one), then FP8 with the largest value of a row at FP8's largest.
+
+    x: [tokens, in], rows may be strided -> values float8_e4m3fn [tokens, in], scales float32 [tokens, 1].
+    """
+    tokens, size = x.shape
+    values = torch.empty((tokens, size), dtype=FP8, device=x.device)
+    scales = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
+    block = triton.next_power_of_2(size)
+    _quantize_rows[(tokens,)](
+        x, scale, values, scales, size, x.stride(0), eps, LARGEST=FP8_MAX, BLOCK=block,
+        num_warps=min(max(block // 1024, 1), 16), **launch_options(tokens),
+    )  # fmt: skip
+    return values, scales
+
+
+@triton.jit
+def _quantize_rows(
+    x, scale, values, scales, size, x_stride, eps, LARGEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
+):
+    row = tl.program_id(0).to(tl.int64)
+    at = tl.arange(0, BLOCK)
+    inside = at < size
+    wait_for_inputs(PDL)
+    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    if scale is not None:
+        weight = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
+        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / size + eps) * weight
+    unit = tl.maximum(tl.max(tl.abs(value), axis=0), 1e-12) / LARGEST
+    tl.store(scales + row, unit)
+    value = tl.minimum(tl.maximum(value / unit, -LARGEST), LARGEST)
+    tl.store(values + row * size + at, value.to(values.dtype.element_ty), mask=inside)
+
+
+def scaled_mm(x: Tensor, weight: Fp8Weight, scale: Tensor | None = None, eps: float = 0.0) -> Tensor:
+    """norm(x) @ weight.T with norm(x) rounded to FP8, one scale a token. x: [tokens, in] -> [tokens, out]."""
+    x_values, x_scales = quantize_rows(x, scale, eps)
     return torch._scaled_mm(x_values, weight.values.t(), scale_a=x_scales, scale_b=weight.scales.t(), out_dtype=x.dtype)
 
 
