@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from spmd_serve.kernels.activation import gated_activation
 from spmd_serve.kernels.linear import Norm, linear_torch
 
 FP8 = torch.float8_e4m3fn
@@ -93,14 +94,30 @@ def fp8_linear(
     norm: Norm | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
+    gate: str | None = None,
 ) -> Tensor:
-    """`kernels.linear.linear` over an FP8 weight. x, bias and residual are in the compute type."""
+    """`kernels.linear.linear` over an FP8 weight. x, bias and residual are in the compute type.
+
+    gate: a gated activation of x, which is [tokens, 2 * in] then; not together with norm. See `takes_gate`.
+    """
+    assert gate is None or norm is None
     if x.is_cuda:
         from spmd_serve.kernels.gpu import fp8 as gpu
 
         scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
-        return gpu.fp8_linear(x, weight, bias, scale, eps, activation, residual)
+        return gpu.fp8_linear(x, weight, bias, scale, eps, activation, residual, gate)
+    if gate is not None:
+        x = gated_activation(x, gate)
     return fp8_linear_torch(x, weight, bias, norm, activation, residual)
+
+
+def takes_gate(x: Tensor, weight: Fp8Weight) -> bool:
+    """Whether a layer over `weight`, with as many tokens as x, applies the activation before it at no cost."""
+    if not x.is_cuda:
+        return False
+    from spmd_serve.kernels.gpu import fp8 as gpu
+
+    return gpu.takes_gate(x, weight)
 
 
 def fp8_linear_torch(

@@ -247,7 +247,10 @@ class MLP:
 
     def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
         """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given."""
-        return self.down(self.gate_up(x, norm=norm, activation=self._ctx.model.activation), residual=residual)
+        activation = self._ctx.model.activation
+        if self.down.takes_gate(x):
+            return self.down(self.gate_up(x, norm=norm), gate=activation, residual=residual)
+        return self.down(self.gate_up(x, norm=norm, activation=activation), residual=residual)
 
     def pack(self) -> None:
         self.gate_up.pack()

@@ -205,7 +205,7 @@ def test_fp8_linear(form: str, tokens: int, block: int | None, rng: torch.Genera
     residual = torch.randn(tokens, features, generator=rng) if form == "residual" else None
     copy = None if residual is None else residual.clone()
     expected = fp8_linear_torch(x, weight, bias, None if scale is None else Norm(scale, 1e-5), activation, copy)
-    got = fp8.fp8_linear(x, weight, bias, scale, 1e-5, activation, residual)
+    got = fp8.fp8_linear(x, weight, bias, scale, 1e-5, activation, residual, None)
     torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
     assert residual is None or got is residual
 
@@ -230,13 +230,19 @@ def test_scaled_mm(rng: torch.Generator) -> None:
     assert error < 0.06  # rounding the activations to three bits costs 0.03; Triton's interpreter loses some carries
 
 
-@pytest.mark.parametrize("normed", [False, True])
-def test_quantize_rows(normed: bool, rng: torch.Generator) -> None:
-    wide = torch.randn(5, 100, generator=rng).bfloat16() * torch.tensor([1.0, 1e-3, 50.0, 0.0, 1.0])[:, None]
-    x, scale = wide.bfloat16()[:, :72], torch.rand(72, generator=rng).bfloat16() if normed else None
-    values, scales = fp8.quantize_rows(x, scale, 1e-6)
+@pytest.mark.parametrize("form", ["plain", "norm", "silu", "gelu_tanh"])
+@pytest.mark.parametrize("size", [72, 1300])
+def test_quantize_rows(form: str, size: int, rng: torch.Generator) -> None:
+    width = size if form in ("plain", "norm") else 2 * size
+    wide = torch.randn(5, width + 24, generator=rng) * torch.tensor([1.0, 1e-3, 50.0, 0.0, 1.0])[:, None]
+    x = wide.bfloat16()[:, :width]
+    scale = torch.rand(size, generator=rng).bfloat16() if form == "norm" else None
+    gate = form if width > size else None
+    values, scales = fp8.quantize_rows(x, scale, 1e-6, gate)
     expected = x.float() if scale is None else rms_norm_torch(x.float(), scale.float(), 1e-6)
-    assert values.dtype == FP8 and values.shape == x.shape and scales.shape == (5, 1)
+    if gate is not None:
+        expected = gated_activation_torch(expected, gate)
+    assert values.dtype == FP8 and values.shape == expected.shape and scales.shape == (5, 1)
     torch.testing.assert_close(scales[:, 0], expected.abs().amax(1).clamp(min=1e-12) / 448, rtol=1e-5, atol=0.0)
     assert torch.equal(values.float().abs().amax(1), torch.tensor([448.0, 448.0, 448.0, 0.0, 448.0]))
     off = (values.float() * scales - expected).abs() > expected.abs() / 15 + scales / 100

@@ -1,8 +1,8 @@
 """Linear layers over FP8 weights: the weights' bytes are read as they are.
 
 Up to 16 tokens go through fp8_stream.cu, where the weights become float16 in registers. For more, and scales of whole
-rows, torch._scaled_mm multiplies in FP8, with one scale a token that `quantize_rows` finds; with scales of blocks `_matmul`
-multiplies in the compute type. Where fp8_stream.cu has no kernel, one token goes through the GEMV of linear.py.
+rows, torch._scaled_mm multiplies in FP8, with one scale a token that `quantize_rows` finds (after the norm or the gated
+activation before the layer, in the same kernel); with scales of blocks `_matmul` multiplies in the compute type. Where fp8_stream.cu has no kernel, one token goes through the GEMV of linear.py.
 """
 
 import ctypes
@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_serve.kernels.fp8 import FP8, FP8_MAX, Fp8Weight
-from spmd_serve.kernels.gpu.activation import gated_activation
+from spmd_serve.kernels.gpu.activation import activate, gated_activation
 from spmd_serve.kernels.gpu.build import load_library
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
 from spmd_serve.kernels.gpu.linear import GemvConfig, gemv
@@ -29,18 +29,22 @@ class StreamConfig:
     next kernel may start at the end (0), when this one has its input (1) or has asked for all weights (2).
     """
 
-    warps: int = 8
-    depth: int = 5
-    blocks: int = 2
-    early: int = 1
+    warps: int
+    depth: int
+    blocks: int
+    early: int
 
 
 def fp8_linear(
     x: Tensor, weight: Fp8Weight, bias: Tensor | None, scale: Tensor | None, eps: float, activation: str | None,
-    residual: Tensor | None,
+    residual: Tensor | None, gate: str | None,
 ) -> Tensor:  # fmt: skip
     """See spmd_serve.kernels.fp8.fp8_linear. scale and eps are the norm's."""
     tokens = x.shape[0]
+    if takes_gate(x, weight):
+        return _by_parts(scaled_mm(x, weight, scale, eps, gate, bias), None, activation, residual)
+    if gate is not None:
+        x = gated_activation(x, gate)
     if weight.values.numel() == 0 or tokens == 0:
         return _by_parts(matmul(x, weight), bias, activation, residual)
     streamed = stream(x, weight, bias, scale, eps, activation, residual)
@@ -50,8 +54,6 @@ def fp8_linear(
         config = gemv_config(weight.values.shape[1], gated=activation is not None)
         scales, block = weight.scales, weight.block
         return gemv(x, weight.values, bias, scale, eps, activation, residual, config, scales, block)
-    if _suits_scaled_mm(x, weight):
-        return _by_parts(scaled_mm(x, weight, scale, eps), bias, activation, residual)
     if scale is not None:
         x = rms_norm(x, scale, eps)
     return _by_parts(matmul(x, weight), bias, activation, residual)
@@ -73,15 +75,32 @@ def gemv_config(in_features: int, *, gated: bool) -> GemvConfig:
     return GemvConfig(2 if 2 * per_row <= 128 else 1, block, warps, static=per_row <= 128)
 
 
-def _suits_scaled_mm(x: Tensor, weight: Fp8Weight) -> bool:
+def takes_gate(x: Tensor, weight: Fp8Weight) -> bool:
+    """Whether the product is torch._scaled_mm's, so that x is quantised by a kernel that can take in what comes before."""
     out_features, in_features = weight.values.shape
-    aligned = in_features % 16 == 0 and out_features % 16 == 0
-    return weight.block is None and aligned and x.dtype == torch.bfloat16 and x.shape[0] > STREAM_TOKENS
+    fits = out_features > 0 and out_features % 16 == 0 and in_features > 0 and in_features % 16 == 0
+    return weight.block is None and fits and x.dtype == torch.bfloat16 and x.shape[0] > STREAM_TOKENS
+
+
+def stream_config(tokens: int, in_features: int, block: int | None) -> StreamConfig:
+    """By shape; not measured yet. All of a multiprocessor's registers are used: 16 warps of 128 registers a thread."""
+    chunks = triton.cdiv(in_features, 64)
+    if chunks <= 16 and tokens <= 8:
+        warps = 4
+    elif tokens * in_features <= 45_000:  # two blocks' tokens fit into shared memory
+        warps = 8
+    else:
+        warps = 16
+    share = triton.cdiv(chunks, warps)
+    # Each round of `depth` chunks is complete, where that can be; deeper is better otherwise.
+    depths = (4, 5, 6, 8) if block is None else (4, 5)
+    depth = min(depths, key=lambda depth: (triton.cdiv(share, depth) * depth, -depth))
+    return StreamConfig(warps, depth, blocks=16 // warps, early=1)
 
 
 def stream(
     x: Tensor, weight: Fp8Weight, bias: Tensor | None, scale: Tensor | None, eps: float, activation: str | None,
-    residual: Tensor | None, config: StreamConfig = StreamConfig(),
+    residual: Tensor | None, config: StreamConfig | None = None,
 ) -> Tensor | None:  # fmt: skip
     """`fp8_linear` by fp8_stream.cu. None if there is no such library, or it has no kernel for the shape."""
     tokens = x.shape[0]
@@ -91,6 +110,7 @@ def stream(
     if library is None:
         return None
     out_features, in_features = weight.values.shape
+    config = config or stream_config(tokens, in_features, weight.block)
     features = out_features // 2 if activation is not None else out_features
     out = residual if residual is not None else torch.empty((tokens, features), dtype=x.dtype, device=x.device)
     pointers = [0 if t is None else t.data_ptr() for t in (x, weight.values, weight.scales, bias, scale, out)]
@@ -106,48 +126,81 @@ def stream(
     if code == -1:
         return None
     if code:
-        raise RuntimeError(f"fp8_stream{tuple(weight.values.shape)} for {tokens} tokens: CUDA error {code}")
+        raise RuntimeError(f"fp8_stream{tuple(weight.values.shape)} for {tokens} tokens, {config}: CUDA error {code}")
     return out
 
 
-def quantize_rows(x: Tensor, scale: Tensor | None = None, eps: float = 0.0) -> tuple[Tensor, Tensor]:
-    """RMSNorm (with its scale, [in], if there is one), then FP8 with the largest value of a row at FP8's largest.
+def quantize_rows(
+    x: Tensor, scale: Tensor | None = None, eps: float = 0.0, gate: str | None = None
+) -> tuple[Tensor, Tensor]:
+    """A row's largest value becomes FP8's largest. Before that, RMSNorm (scale: [in]) or the gated activation `gate`.
 
-    x: [tokens, in], rows may be strided -> values float8_e4m3fn [tokens, in], scales float32 [tokens, 1].
+    x: bfloat16 [tokens, in], or [tokens, 2 * in] with a gate; rows may be strided.
+    Returns values float8_e4m3fn [tokens, in] and scales float32 [tokens, 1].
     """
     tokens, size = x.shape
+    if gate is not None:
+        size //= 2
     values = torch.empty((tokens, size), dtype=FP8, device=x.device)
     scales = torch.empty((tokens, 1), dtype=torch.float32, device=x.device)
-    block = triton.next_power_of_2(size)
+    warps = min(max(triton.next_power_of_2(triton.cdiv(size, 1024)), 4), 16)
+    block = 256 * warps  # 16 bytes a thread
     _quantize_rows[(tokens,)](
-        x, scale, values, scales, size, x.stride(0), eps, LARGEST=FP8_MAX, BLOCK=block,
-        num_warps=min(max(block // 1024, 1), 16), **launch_options(tokens),
+        x, scale, values, scales, size, x.stride(0), eps,
+        LARGEST=FP8_MAX, GATE=gate, BLOCK=block, STEPS=triton.cdiv(size, block), num_warps=warps, **launch_options(tokens),
     )  # fmt: skip
     return values, scales
 
 
 @triton.jit
 def _quantize_rows(
-    x, scale, values, scales, size, x_stride, eps, LARGEST: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    x, scale, values, scales, size, x_stride, eps,
+    LARGEST: tl.constexpr, GATE: tl.constexpr, BLOCK: tl.constexpr, STEPS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    at = tl.arange(0, BLOCK)
-    inside = at < size
+    lanes = tl.arange(0, BLOCK)
     wait_for_inputs(PDL)
-    value = tl.load(x + row * x_stride + at, mask=inside, other=0.0).to(tl.float32)
+    raw = ()
+    raw_up = ()
+    for step in tl.static_range(STEPS):  # all of the row is on its way before any of it is used
+        at = step * BLOCK + lanes
+        raw = raw + (tl.load(x + row * x_stride + at, mask=at < size, other=0.0),)
+        if GATE is not None:
+            raw_up = raw_up + (tl.load(x + row * x_stride + size + at, mask=at < size, other=0.0),)
+    squares = tl.zeros((BLOCK,), tl.float32)
+    largest = tl.zeros((BLOCK,), tl.float32)
+    kept = ()
+    for step in tl.static_range(STEPS):
+        at = step * BLOCK + lanes
+        value = tl.cast(raw[step], tl.float32)
+        squares += value * value
+        if scale is not None:
+            value *= tl.load(scale + at, mask=at < size, other=0.0).to(tl.float32)
+        if GATE is not None:
+            value = activate(value, GATE) * raw_up[step].to(tl.float32)
+        largest = tl.maximum(largest, tl.abs(value))
+        kept = kept + (value,)
+    inverse = 1.0
     if scale is not None:
-        weight = tl.load(scale + at, mask=inside, other=0.0).to(tl.float32)
-        value = value * tl.rsqrt(tl.sum(value * value, axis=0) / size + eps) * weight
-    unit = tl.maximum(tl.max(tl.abs(value), axis=0), 1e-12) / LARGEST
+        inverse = tl.rsqrt(tl.sum(squares, axis=0) / size + eps)
+    unit = tl.maximum(tl.max(largest, axis=0) * inverse, 1e-12) / LARGEST
     tl.store(scales + row, unit)
-    value = tl.minimum(tl.maximum(value / unit, -LARGEST), LARGEST)
-    tl.store(values + row * size + at, value.to(values.dtype.element_ty), mask=inside)
+    factor = inverse / unit
+    for step in tl.static_range(STEPS):
+        at = step * BLOCK + lanes
+        value = tl.minimum(tl.maximum(kept[step] * factor, -LARGEST), LARGEST)
+        tl.store(values + row * size + at, value.to(values.dtype.element_ty), mask=at < size)
 
 
-def scaled_mm(x: Tensor, weight: Fp8Weight, scale: Tensor | None = None, eps: float = 0.0) -> Tensor:
-    """norm(x) @ weight.T with norm(x) rounded to FP8, one scale a token. x: [tokens, in] -> [tokens, out]."""
-    x_values, x_scales = quantize_rows(x, scale, eps)
-    return torch._scaled_mm(x_values, weight.values.t(), scale_a=x_scales, scale_b=weight.scales.t(), out_dtype=x.dtype)
+def scaled_mm(
+    x: Tensor, weight: Fp8Weight, scale: Tensor | None = None, eps: float = 0.0, gate: str | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """a @ weight.T + bias, a being x after its norm or gate, rounded to FP8 with one scale a token. -> [tokens, out]."""
+    values, scales = quantize_rows(x, scale, eps, gate)
+    return torch._scaled_mm(
+        values, weight.values.t(), scale_a=scales, scale_b=weight.scales.t(), bias=bias, out_dtype=x.dtype
+    )
 
 
 def matmul(x: Tensor, weight: Fp8Weight) -> Tensor:
