@@ -92,9 +92,11 @@ def stream_config(tokens: int, in_features: int, block: int | None) -> StreamCon
     else:
         warps = 16
     share = triton.cdiv(chunks, warps)
-    # Each round of `depth` chunks is complete, where that can be; deeper is better otherwise.
+    # Each round of `depth` chunks is complete, where that can be; deeper is better otherwise. The tokens of a round and the
+    # sums of the warps must fit into shared memory.
     depths = (4, 5, 6, 8) if block is None else (4, 5)
-    depth = min(depths, key=lambda depth: (triton.cdiv(share, depth) * depth, -depth))
+    fitting = [depth for depth in depths if tokens * warps * (128 * depth + 160) <= 215_000]
+    depth = min(fitting, key=lambda depth: (triton.cdiv(share, depth) * depth, -depth))
     return StreamConfig(warps, depth, blocks=16 // warps, early=1)
 
 
