@@ -19,7 +19,7 @@ from spmd_serve.kernels.gumbel import gumbel_noise, row_key, uniforms
 from spmd_serve.llm import Generation
 
 NEAR = 1.5  # times the reference's own largest error: for one value
-TIE = 2.0  # for the difference of two
+BEST = 10  # tokens of each place that may be the greedy one
 TYPICAL = 2.0  # times the reference's own mean error: for the mean of MANY values or more
 MANY = 100
 
@@ -39,6 +39,7 @@ class Reference:
 
     def __init__(self, folder: Path, device: str, *, fp8_weights: bool = False, fp8_kv: bool = False) -> None:
         self.error = 0.0
+        self._best_errors: list[Tensor] = []  # of each place's BEST tokens
         self.outliers = 0.01 if _is_mixture(folder) else 0.0
         self._device = device
         self._fp8_kv = fp8_kv
@@ -61,9 +62,21 @@ class Reference:
         key = tuple(tokens)
         if key not in self._known:
             exact, rounded = (self._run(model, tokens) for model in self._models)
-            self.error = max(self.error, float((exact - rounded).abs().max()))
+            errors = (exact - rounded).abs()
+            self.error = max(self.error, float(errors.max()))
+            self._best_errors.append(errors.gather(1, exact.topk(BEST).indices).view(-1))
             self._known[key] = exact, rounded
         return self._known[key]
+
+    def tie(self, temperature: float) -> float:
+        """How far apart two tokens' scores may be for rounding to decide between them.
+
+        Greedy tokens are among each place's best, whose errors are smaller than those of rare ones. A trained model has
+        single places of large errors (its first token, say), hence not the largest error but the 99th percentile.
+        """
+        if temperature > 0.0 or self.outliers:
+            return 2 * NEAR * self.error / (temperature or 1.0)
+        return 2 * NEAR * float(torch.cat(self._best_errors).quantile(0.99))
 
     @torch.inference_mode()
     def _run(self, model: Any, tokens: Sequence[int]) -> Tensor:
@@ -95,15 +108,17 @@ def check(
             if not ours[-1] < limit:
                 wrong.append(f"prompt {which}, token {place}: {entry.logprob:.4f} instead of {wanted:.4f}")
         for place in range(first, len(tokens)):
-            scores, scale = _scores(rows, place, temperature, seeds[which] if seeds else 0)
-            lost, allowed = float(scores.max() - scores[tokens[place]]), TIE * reference.error * scale
+            scores = _scores(rows, place, temperature, seeds[which] if seeds else 0)
+            lost, allowed = float(scores.max() - scores[tokens[place]]), reference.tie(temperature)
             if not lost < allowed:
                 wrong.append(f"prompt {which}, token {place}: another one is better by {lost:.4f} > {allowed:.4f}")
         count += len(asked) + len(result.token_ids)
     assert len(wrong) <= reference.outliers * count, f"{len(wrong)} of {count}, limit {limit:.4f}: {wrong[:8]}"
     if len(ours) >= MANY:
         mean, bound = sum(ours) / len(ours), TYPICAL * sum(theirs) / len(theirs)
-        print(f"error: largest {max(ours):.4f} of {limit:.4f}, mean {mean:.5f} of {bound:.5f} allowed")
+        print(
+            f"error: largest {max(ours):.4f} of {limit:.4f}, mean {mean:.5f} of {bound:.5f} allowed; tie {reference.tie(0):.4f}"
+        )
         assert mean < bound
 
 
@@ -128,23 +143,23 @@ def check_same(
         count = next((i for i, (x, y) in enumerate(pairs) if x != y), len(a.token_ids))
         equal.append(count)
         for i, (x, y) in enumerate(list(zip(a.logprobs, b.logprobs, strict=True))[:count]):
-            assert abs(x.logprob - y.logprob) < TIE * reference.error, (which, i, x.logprob, y.logprob)
+            assert abs(x.logprob - y.logprob) < 2 * reference.error, (which, i, x.logprob, y.logprob)
         if count < len(a.token_ids):
-            scores, scale = _scores(rows, len(a.prompt_ids) + count, temperature, seeds[which] if seeds else 0)
+            scores = _scores(rows, len(a.prompt_ids) + count, temperature, seeds[which] if seeds else 0)
             best, second = scores.topk(2).values.tolist()
-            limit = TIE * reference.error * scale
+            limit = reference.tie(temperature)
             assert best - second < limit, (
                 f"prompt {which} differs at output token {count}, where {best - second} > {limit}"
             )
     return equal
 
 
-def _scores(rows: Tensor, place: int, temperature: float, seed: int) -> tuple[Tensor, float]:
-    """What the token at `place` is the argmax of, and by how much an error of a log-probability is larger there."""
+def _scores(rows: Tensor, place: int, temperature: float, seed: int) -> Tensor:
+    """What the token at `place` is the argmax of."""
     if temperature == 0.0:
-        return rows[place - 1], 1.0
+        return rows[place - 1]
     noise = gumbel_noise(uniforms(row_key(seed, place), 0, rows.shape[1]))
-    return rows[place - 1] / temperature + torch.from_numpy(noise), 1.0 / temperature
+    return rows[place - 1] / temperature + torch.from_numpy(noise)
 
 
 def _is_mixture(folder: Path) -> bool:
