@@ -24,6 +24,7 @@ from tokenizers import Tokenizer
 from spmd_serve.assembly import assemble, make_plan
 from spmd_serve.config import parse_args
 from spmd_serve.distributed.beats import Progress
+from spmd_serve.distributed.board import open_board
 from spmd_serve.distributed.channel import make_channel
 from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.errors import RequestError
@@ -110,7 +111,8 @@ class LLM:
         # A queue limit protects a server from its clients; here everything that is given is wanted.
         config = replace(config, scheduler=replace(config.scheduler, max_queue=sys.maxsize))
         torch.set_num_threads(config.engine.threads or threads_per_rank(self._ranks))
-        join_group(self._ranks, None, config.control.control_timeout)
+        # A store of its own: in torchrun's there may be addresses of an LLM that this process has closed.
+        join_group(self._ranks, open_board(self._ranks).store, config.control.control_timeout)
         self._assembly = assemble(make_plan(config, self._ranks), self._ranks)
         self._config = self._assembly.plan.config
         self._tokenizer: Tokenizer | None = None
