@@ -84,7 +84,9 @@ class Sampler:
         ordered = candidates.transpose(0, 1).reshape(rows, -1).sort(dim=-1, descending=True).values
         width = ordered.shape[1]
         kept = filters.top_k.clamp(max=width)
-        up_to = ordered.logcumsumexp(dim=-1)
+        # CUDA's scan of a single row adds in an order that depends on timing: ranks could disagree about what is enough, and
+        # one of them would gather alone. Of two rows it is the same order every time.
+        up_to = (ordered if rows > 1 else ordered.expand(2, -1)).logcumsumexp(dim=-1)[:rows]
         # top-p is a share of what top-k keeps, or of everything.
         total = gathered[..., count].logsumexp(dim=0)
         mass = torch.where(filters.has_top_k, up_to.gather(1, kept[:, None] - 1)[:, 0], total)
