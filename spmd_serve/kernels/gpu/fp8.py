@@ -82,22 +82,15 @@ def takes_gate(x: Tensor, weight: Fp8Weight) -> bool:
     return weight.block is None and fits and x.dtype == torch.bfloat16 and x.shape[0] > STREAM_TOKENS
 
 
-def stream_config(tokens: int, in_features: int, block: int | None) -> StreamConfig:
-    """By shape; not measured yet. All of a multiprocessor's registers are used: 16 warps of 128 registers a thread."""
-    chunks = triton.cdiv(in_features, 64)
-    if chunks <= 16 and tokens <= 8:
-        warps = 4
-    elif tokens * in_features <= 45_000:  # two blocks' tokens fit into shared memory
-        warps = 8
-    else:
-        warps = 16
-    share = triton.cdiv(chunks, warps)
-    # Each round of `depth` chunks is complete, where that can be; deeper is better otherwise. The tokens of a round and the
-    # sums of the warps must fit into shared memory.
-    depths = (4, 5, 6, 8) if block is None else (4, 5)
-    fitting = [depth for depth in depths if tokens * warps * (128 * depth + 160) <= 215_000]
-    depth = min(fitting, key=lambda depth: (triton.cdiv(share, depth) * depth, -depth))
-    return StreamConfig(warps, depth, blocks=16 // warps, early=1)
+def stream_config(tokens: int, in_features: int) -> StreamConfig:
+    """By shape; all of a multiprocessor's registers are used: 16 warps of 128 registers a thread.
+
+    Measured on an H200 with the four layers of Qwen3-14B: 16 warps, 5 deep, are the best at 8 tokens and within 2% of it (in
+    sum) at one token. Few columns are not measured.
+    """
+    if in_features <= 1024 and tokens <= 8:
+        return StreamConfig(4, 4, blocks=4, early=1)
+    return StreamConfig(16, 5, blocks=1, early=1)
 
 
 def stream(
@@ -112,7 +105,7 @@ def stream(
     if library is None:
         return None
     out_features, in_features = weight.values.shape
-    config = config or stream_config(tokens, in_features, weight.block)
+    config = config or stream_config(tokens, in_features)
     features = out_features // 2 if activation is not None else out_features
     out = residual if residual is not None else torch.empty((tokens, features), dtype=x.dtype, device=x.device)
     pointers = [0 if t is None else t.data_ptr() for t in (x, weight.values, weight.scales, bias, scale, out)]
