@@ -21,9 +21,14 @@ class RMSNorm:
 
     @property
     def scale(self) -> Tensor:
-        """offset + weight, made once after loading."""
+        """offset + weight, made once after loading.
+
+        A sum near 1 has fewer digits in 16 bits than the weight had (a quarter more error in a Gemma's logits), so a GPU,
+        whose kernels take any type, gets it in float32.
+        """
         if self._scale is None:
-            self._scale = self.weight if self.offset == 0.0 else self.weight + self.offset
+            weight = self.weight.float() if self.weight.is_cuda and self.offset != 0.0 else self.weight
+            self._scale = weight if self.offset == 0.0 else weight + self.offset
         return self._scale
 
     def __call__(self, x: Tensor) -> Tensor:

@@ -351,8 +351,10 @@ class DecoderLayer:
 
     @property
     def can_accumulate(self) -> bool:
-        """Whether nothing stands between a block's output and the residual stream."""
-        return self._ctx.comm.world_size == 1 and self.attention_pre is not None and self.attention_post is None
+        """Whether nothing stands between a block's output and the residual stream, and the linear layers can take the norms in."""
+        if self._ctx.comm.world_size > 1 or self.attention_pre is None or self.attention_post is not None:
+            return False
+        return self.attention_pre.scale.dtype == self._ctx.activations
 
     def accumulate_(self, stream: Tensor, step: StepTensors, kv: Pair) -> None:
         """The layer with norms and residual adds inside the linear layers' kernels; updates the residual stream."""
