@@ -49,20 +49,16 @@ struct Layout {
   int x_pitch, norm, parts, maxima, squares, tokens, totals, end;
 };
 
-__host__ __device__ inline int whole_chunks(int columns) { return (columns + kChunk - 1) / kChunk * kChunk; }
-
-// phase_columns: how many a phase has at most. kept_tiles: of a block.
 __host__ __device__ inline Layout layout(int tokens, int columns, bool normed, int warps, int phase_columns, int kept_tiles) {
   Layout l;
-  phase_columns = min(phase_columns, whole_chunks(columns));
   l.x_pitch = phase_columns * 2 + 16;                                  // f16 [tokens][phase_columns], 16: no bank conflicts
   l.norm = tokens * l.x_pitch;                                         // bf16 [columns]
   l.parts = l.norm + (normed ? columns * 2 : 0);                       // float [2][warps][tokens][kPartPitch]
   l.maxima = l.parts + 2 * warps * tokens * kPartPitch * 4;            // float [tokens][kMaxWarps]
   l.squares = l.maxima + tokens * kMaxWarps * 4;                       // float [tokens][kMaxWarps]
   l.tokens = l.squares + tokens * kMaxWarps * 4;                       // float [tokens]: unscale, then the sum of squares
-  l.totals = l.tokens + 2 * kMaxTokens * 4;                            // float [kept_tiles][tokens][16]
-  l.end = l.totals + kept_tiles * tokens * 16 * 4;
+  l.totals = l.tokens + 2 * kMaxTokens * 4;                            // float [kept_tiles][threads]
+  l.end = l.totals + kept_tiles * warps * 32 * 4;
   return l;
 }
 
@@ -73,8 +69,8 @@ __device__ __forceinline__ void mma(float (&c)[4], uint32_t a0, uint32_t a1, uin
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
-// 16 weights that are read once: not to be kept in L1. Those beyond the last column stay what they were: weights, or zero,
-// and multiplied by zero. Not a load of constants (ld.global.nc), which the compiler moves to the end of a round.
+// 16 weights that are read once: not to be kept in L1. Those beyond the last column stay what they were: finite, and
+// multiplied by zero.
 __device__ __forceinline__ void load_weights(uint4& v, const uint8_t* at, bool inside) {
   asm volatile(
       "{.reg .pred p; setp.ne.b32 p, %5, 0; @p ld.global.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];}"
@@ -203,8 +199,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32) stream(const Arguments a) {
   for (int phase = 0; phase < phases; ++phase) {
     const int begin = phase * a.phase_rounds, end = min(begin + a.phase_rounds, a.rounds);
     const int first_column = begin * round_columns;
-    const int vectors = min((end - begin) * round_columns, whole_chunks(a.columns - first_column)) / 8;
-    const int known = min(vectors, (a.columns - first_column) / 8);
+    const int vectors = (end - begin) * round_columns / 8, known = min(vectors, (a.columns - first_column) / 8);
     const bool last_phase = phase + 1 == phases;
 
     if (phase > 0) __syncthreads();  // everybody is done with the columns before
@@ -293,32 +288,29 @@ __global__ void __launch_bounds__(kMaxWarps * 32) stream(const Arguments a) {
             if (a.early == 2) start_next();
           }
         }
-        const int offset = (round - begin) * round_columns * 2, column = round * round_columns + warp * width;
-        const int next_column = next_round * round_columns + own_column;
+        const int offset = (round - begin) * round_columns * 2, next_column = next_round * round_columns + own_column;
 #pragma unroll
         for (int slot = 0; slot < DEPTH; ++slot) {
-          if (column + slot * kChunk < a.columns) {
-            float part[TILES][4] = {};
-            uint4 x[TILES][2];
-  #pragma unroll
+          float part[TILES][4] = {};
+          uint4 x[TILES][2];
+#pragma unroll
+          for (int j = 0; j < TILES; ++j) {
+            const uint4* const from = reinterpret_cast<const uint4*>(tokens[j] + offset + slot * kChunk * 2);
+            x[j][0] = from[0], x[j][1] = from[1];
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const uint32_t w0 = word(ring0[slot], i), w1 = word(ring1[slot], i);
+            const uint32_t a0 = halves(w0 & 0xffff), a1 = halves(w1 & 0xffff), a2 = halves(w0 >> 16), a3 = halves(w1 >> 16);
+#pragma unroll
+            for (int j = 0; j < TILES; ++j)
+              mma(BLOCKED ? part[j] : acc[j][i % 2], a0, a1, a2, a3, word(x[j][i / 2], i % 2 * 2), word(x[j][i / 2], i % 2 * 2 + 1));
+          }
+          if (BLOCKED) {
+#pragma unroll
             for (int j = 0; j < TILES; ++j) {
-              const uint4* const from = reinterpret_cast<const uint4*>(tokens[j] + offset + slot * kChunk * 2);
-              x[j][0] = from[0], x[j][1] = from[1];
-            }
-  #pragma unroll
-            for (int i = 0; i < 4; ++i) {
-              const uint32_t w0 = word(ring0[slot], i), w1 = word(ring1[slot], i);
-              const uint32_t a0 = halves(w0 & 0xffff), a1 = halves(w1 & 0xffff), a2 = halves(w0 >> 16), a3 = halves(w1 >> 16);
-  #pragma unroll
-              for (int j = 0; j < TILES; ++j)
-                mma(BLOCKED ? part[j] : acc[j][i % 2], a0, a1, a2, a3, word(x[j][i / 2], i % 2 * 2), word(x[j][i / 2], i % 2 * 2 + 1));
-            }
-            if (BLOCKED) {
-  #pragma unroll
-              for (int j = 0; j < TILES; ++j) {
-                acc[j][0][0] += part[j][0] * by0[slot], acc[j][0][1] += part[j][1] * by0[slot];
-                acc[j][0][2] += part[j][2] * by1[slot], acc[j][0][3] += part[j][3] * by1[slot];
-              }
+              acc[j][0][0] += part[j][0] * by0[slot], acc[j][0][1] += part[j][1] * by0[slot];
+              acc[j][0][2] += part[j][2] * by1[slot], acc[j][0][3] += part[j][3] * by1[slot];
             }
           }
           ask(slot, next_column);
@@ -347,14 +339,9 @@ __global__ void __launch_bounds__(kMaxWarps * 32) stream(const Arguments a) {
       }
       value *= unscale[token], up *= unscale[token];
       if (phases > 1) {  // this thread alone has this place in each phase
-        float* const total = totals + turn * a.tokens * 16 + output;
-        const int up_at = a.tokens * 8;
-        if (phase > 0) {
-          value += total[0];
-          if (gated) up += total[up_at];
-        }
-        total[0] = value;
-        if (gated) total[up_at] = up;
+        float* const total = totals + 2 * (turn * threads + output);
+        if (phase > 0) value += total[0], up += total[1];
+        total[0] = value, total[1] = up;
         if (!last_phase) continue;
       }
       const float inverse = a.scale == nullptr ? 1.0f : rsqrtf(squares[token] / a.columns + a.eps);
@@ -362,6 +349,7 @@ __global__ void __launch_bounds__(kMaxWarps * 32) stream(const Arguments a) {
       if (gated) value = activate(value, a.activation) * (up * inverse * up_scale + up_bias);
       a.out[(size_t)token * a.features + feature] = __float2bfloat16(value + residual);
     }
+    // The buffers of the last tile are read before the next phase's begin: the barriers above lie between.
   }
 }
 
@@ -410,7 +398,7 @@ extern "C" int fp8_stream(const void* x, const void* w, const void* w_scales, co
   int phase_rounds = 0, bytes = 0;
   for (int phases = 1; phases <= rounds; ++phases) {
     phase_rounds = divide_up(rounds, phases);
-    bytes = layout(tokens, columns, scale != nullptr, warps, phase_rounds * round_columns, phases > 1 ? turns : 0).end;
+    bytes = layout(tokens, columns, scale != nullptr, warps, phase_rounds * round_columns, phases > 1 ? 2 * turns : 0).end;
     if (bytes <= available) break;
   }
   if (bytes > available) return -1;
