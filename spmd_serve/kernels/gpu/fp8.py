@@ -91,7 +91,7 @@ def stream_config(tokens: int, in_features: int) -> StreamConfig:
     if in_features <= 1024 and tokens <= 8:
         return StreamConfig(4, 4, blocks=4, early=1)
     # The tokens of a round, the warps' sums and a norm's scale must fit into shared memory.
-    depth = 5 if 2 * in_features + tokens * 12_800 <= 225_000 else 4
+    depth = 5 if 2 * in_features + tokens * 12_800 <= 216_000 else 4
     return StreamConfig(16, depth, blocks=1, early=1)
 
 
