@@ -90,9 +90,9 @@ def test_bytes_that_never_complete_a_character_take_linear_time(tokenizer: TextT
     def run(count: int) -> float:
         best = 1e9
         for _ in range(3):
-            began = time.perf_counter()
+            began = time.thread_time()  # other tests share the cores
             pieces, tail = streamed(tokenizer, [lead] * count)
-            best = min(best, time.perf_counter() - began)
+            best = min(best, time.thread_time() - began)
             assert "".join(pieces) + tail == "\ufffd" * count
         return best
 
