@@ -2,31 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import httpx
+from support.plain_job import StreamReader, live_processes, wait_until
 from support.ports import free_port
 
 HERE = Path(__file__).parent
 READY_S = 90.0  # a loaded machine may take long to import torch
-
-
-def wait_until(what: Callable[[], bool], timeout_s: float, interval_s: float = 0.02) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not what():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(interval_s)
-    return True
 
 
 class Job:
@@ -89,26 +79,13 @@ class Job:
     def pids(self) -> dict[int, int]:
         """Rank -> process id, of the ranks that live."""
         found = {}
-        for pid, environment in self._live():
+        for pid, environment in live_processes("SPMD_TEST_JOB", self.tag):
             if "RANK" in environment and b"--num-pages" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found[int(environment["RANK"])] = pid
         return found
 
-    def _live(self) -> list[tuple[int, dict[str, str]]]:
-        found = []
-        for folder in Path("/proc").iterdir():
-            try:
-                text = (folder / "environ").read_bytes().decode(errors="replace")
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            except (OSError, ValueError):
-                continue
-            if f"SPMD_TEST_JOB={self.tag}\0" in text and state not in "ZX":
-                pairs = (entry.partition("=") for entry in text.split("\0"))
-                found.append((int(folder.name), {name: value for name, _, value in pairs}))
-        return found
-
     def survivors(self) -> list[int]:
-        return [pid for pid, _ in self._live()]
+        return [pid for pid, _ in live_processes("SPMD_TEST_JOB", self.tag)]
 
     def health(self) -> int:
         """Status of /health; 0 when there is no connection."""
@@ -174,14 +151,11 @@ class Job:
         self._log.close()
 
 
-class Stream:
-    """One streamed completion, read by a thread. `ended` tells how it ended: finish reason, "error", or "broken"."""
+class Stream(StreamReader):
+    """One by httpx; `ended` may be "refused" too."""
 
     def __init__(self, url: str, fields: dict[str, object]) -> None:
-        self.chunks = 0
         self.status = 0
-        self.ended = ""
-        self.detail = ""
         body = {
             "model": "smollm2-135m-instruct",
             "prompt": [1, 2, 3],
@@ -189,38 +163,15 @@ class Stream:
             "temperature": 0.0,
             "ignore_eos": True,
         }
-        self._thread = threading.Thread(target=self._run, args=(url, body | {"stream": True} | fields), daemon=True)
-        self._thread.start()
+        super().__init__(lambda: self._run(url, body | {"stream": True} | fields))
 
     def _run(self, url: str, body: dict[str, object]) -> None:
         try:
             with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=120, verify=False) as response:
                 self.status = response.status_code
                 for line in response.iter_lines():
-                    self._take(line)
+                    self.take(line)
             self.ended = self.ended or ("refused" if self.status >= 400 else "broken")
         except httpx.TransportError as exc:
             self.ended = self.ended or "broken"
             self.detail = repr(exc)
-
-    def _take(self, line: str) -> None:
-        if not line.startswith("data: ") or line == "data: [DONE]":
-            return
-        event = json.loads(line.removeprefix("data: "))
-        if "error" in event:
-            self.ended, self.detail = "error", event["error"]["message"]
-        elif event["choices"]:
-            self.chunks += 1
-            self.ended = event["choices"][0]["finish_reason"] or self.ended
-
-    def await_chunks(self, count: int = 3) -> Stream:
-        assert wait_until(lambda: self.chunks >= count or bool(self.ended), 60) and not self.ended, (
-            self.ended,
-            self.detail,
-        )
-        return self
-
-    def await_end(self, timeout_s: float) -> str:
-        self._thread.join(timeout_s)
-        assert not self._thread.is_alive(), "the client was left open"
-        return self.ended

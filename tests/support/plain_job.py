@@ -14,10 +14,10 @@ import time
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 
-def wait_until(what: Callable[[], bool], timeout_s: float, interval_s: float = 0.05) -> bool:
+def wait_until(what: Callable[[], bool], timeout_s: float, interval_s: float = 0.02) -> bool:
     """Whether it came true in time."""
     deadline = time.monotonic() + timeout_s
     while not what():
@@ -25,6 +25,19 @@ def wait_until(what: Callable[[], bool], timeout_s: float, interval_s: float = 0
             return False
         time.sleep(interval_s)
     return True
+
+
+def live_processes(variable: str, value: str) -> Iterator[tuple[int, dict[str, str]]]:
+    """(process id, environment) of this host's processes that have `variable` with this value in their environment."""
+    for folder in Path("/proc").iterdir():
+        try:
+            text = (folder / "environ").read_bytes().decode(errors="replace")
+            state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
+        except (OSError, ValueError):
+            continue
+        if f"{variable}={value}\0" in text and state not in "ZX":
+            pairs = (entry.partition("=") for entry in text.split("\0"))
+            yield int(folder.name), {name: value for name, _, value in pairs}
 
 
 def torchrun(ranks: int, *command: str) -> list[str]:
@@ -74,22 +87,11 @@ class PlainJob:
 
     # ---- its processes -----------------------------------------------------------------------------------------------
 
-    def _live(self) -> Iterator[tuple[int, dict[str, str]]]:
-        for folder in Path("/proc").iterdir():
-            try:
-                text = (folder / "environ").read_bytes().decode(errors="replace")
-                state = (folder / "stat").read_text().rpartition(")")[2].split()[0]
-            except (OSError, ValueError):
-                continue
-            if f"PLAIN_JOB={self.tag}\0" in text and state not in "ZX":
-                pairs = (entry.partition("=") for entry in text.split("\0"))
-                yield int(folder.name), {name: value for name, _, value in pairs}
-
     def survivors(self) -> list[int]:
-        return [pid for pid, _ in self._live()]
+        return [pid for pid, _ in live_processes("PLAIN_JOB", self.tag)]
 
     def signal_rank(self, rank: int, number: int) -> None:
-        for pid, environment in self._live():
+        for pid, environment in live_processes("PLAIN_JOB", self.tag):
             command = Path(f"/proc/{pid}/cmdline").read_bytes()
             if environment.get("RANK") == str(rank) and b"--address-file" in command:  # a frontend's process has none
                 os.kill(pid, number)
@@ -109,27 +111,20 @@ class PlainJob:
         self.process.wait(10)
 
 
-class PlainStream:
-    """A streamed completion, read by a thread. `ended`: "" while it runs, then the finish reason, "error" or "broken"."""
+class StreamReader:
+    """A streamed completion, read by a thread. `ended`: "" while it runs, then the finish reason, "error" or "broken".
 
-    def __init__(self, job: PlainJob, body: dict[str, Any]) -> None:
+    run: sends the request and gives each line of the answer to `take`.
+    """
+
+    def __init__(self, run: Callable[[], None]) -> None:
         self.chunks = 0
         self.ended = ""
         self.detail = ""
-        self._thread = threading.Thread(target=self._run, args=(job, body | {"stream": True}), daemon=True)
+        self._thread = threading.Thread(target=run, daemon=True)
         self._thread.start()
 
-    def _run(self, job: PlainJob, body: dict[str, Any]) -> None:
-        try:
-            connection, response = job.post(body)
-            with contextlib.closing(connection):
-                for line in response:
-                    self._take(line.decode().strip())
-            self.ended = self.ended or f"broken, status {response.status}"
-        except (OSError, http.client.HTTPException) as exc:
-            self.ended, self.detail = self.ended or "broken", repr(exc)
-
-    def _take(self, line: str) -> None:
+    def take(self, line: str) -> None:
         if not line.startswith("data: ") or line == "data: [DONE]":
             return
         event = json.loads(line.removeprefix("data: "))
@@ -139,7 +134,7 @@ class PlainStream:
             self.chunks += 1
             self.ended = event["choices"][0]["finish_reason"] or self.ended
 
-    def await_chunks(self, count: int, timeout_s: float) -> PlainStream:
+    def await_chunks(self, count: int = 3, timeout_s: float = 60) -> Self:
         wait_until(lambda: self.chunks >= count or bool(self.ended), timeout_s)
         assert self.chunks >= count and not self.ended, (self.chunks, self.ended, self.detail)
         return self
@@ -148,3 +143,20 @@ class PlainStream:
         self._thread.join(timeout_s)
         assert not self._thread.is_alive(), "the client was left open"
         return self.ended
+
+
+class PlainStream(StreamReader):
+    """One by http.client."""
+
+    def __init__(self, job: PlainJob, body: dict[str, Any]) -> None:
+        super().__init__(lambda: self._run(job, body | {"stream": True}))
+
+    def _run(self, job: PlainJob, body: dict[str, Any]) -> None:
+        try:
+            connection, response = job.post(body)
+            with contextlib.closing(connection):
+                for line in response:
+                    self.take(line.decode().strip())
+            self.ended = self.ended or f"broken, status {response.status}"
+        except (OSError, http.client.HTTPException) as exc:
+            self.ended, self.detail = self.ended or "broken", repr(exc)
