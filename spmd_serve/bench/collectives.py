@@ -61,14 +61,7 @@ def _on_gpus(ranks: RankInfo, device: torch.device, dtype: torch.dtype) -> list[
     comm = Communicator.create(ranks, device)
     if ranks.one_host:
         comm.use_symmetric_memory(dtype, device)
-    return [
-        {
-            "bytes": choice.size,
-            "us": {"nccl": choice.nccl, "one_shot": choice.one_shot, "two_shot": choice.two_shot},
-            "taken": choice.best,
-        }
-        for choice in comm.choices
-    ]
+    return [{"bytes": choice.size, "us": choice.times, "taken": choice.best} for choice in comm.choices]
 
 
 def _on_cpus(ranks: RankInfo, device: torch.device, dtype: torch.dtype) -> list[dict[str, Any]]:

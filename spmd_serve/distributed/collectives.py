@@ -88,6 +88,30 @@ class Communicator:
         dist.all_reduce(tensor, group=self._group)
         return tensor
 
+    def all_reduce_add_(self, tensor: Tensor, residual: Tensor) -> Tensor:
+        """residual += the sum over ranks of `tensor`, which may be overwritten; returns `residual`. Collective."""
+        if self._symmetric is not None and self._symmetric.takes_add(tensor):
+            return self._symmetric.add_(tensor, residual)
+        return residual.add_(self.all_reduce(tensor))
+
+    def adds_at_once(self, tensor: Tensor) -> bool:
+        """Whether `all_reduce_add_` of such a tensor costs no more than its sum alone."""
+        return self.world_size == 1 or (self._symmetric is not None and self._symmetric.takes_add(tensor))
+
+    def best_index(self, values: Tensor, indices: Tensor) -> Tensor:
+        """The index of the rank with the largest value, the lowest rank's of equals. Collective.
+
+        values: float32 [rows]; indices: int64 [rows], below 2**32. Returns int64 [rows].
+        """
+        if self.world_size == 1:
+            return indices
+        best = None if self._symmetric is None else self._symmetric.best_index(values, indices)
+        if best is not None:
+            return best
+        pairs = self.all_gather(torch.stack((values.double(), indices.double())))
+        winner = pairs[:, 0].argmax(dim=0)  # the first of equals
+        return pairs[:, 1].gather(0, winner[None])[0].long()
+
     def all_gather(self, tensor: Tensor) -> Tensor:
         """[...] on every rank -> [world_size, ...], rank order. Shapes must be equal. Collective."""
         if self.world_size == 1:

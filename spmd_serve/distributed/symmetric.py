@@ -1,8 +1,12 @@
 """All-reduce over symmetric memory: the GPUs of one host read each other's buffers over NVLink.
 
-For small tensors this takes half of NCCL's time, since nothing but one barrier stands between the ranks. The sum is taken
-in rank order on every rank, so all hold the same bits. Which way is best for which size is measured once at the start,
-on these GPUs, inside a CUDA graph as in the decode steps, and agreed over the ranks.
+For small tensors this takes half of NCCL's time and less, since nothing or one barrier stands between the ranks. The sum
+is taken in rank order on every rank, so all hold the same bits. Which way is best for which size is measured once at the
+start, on these GPUs, inside a CUDA graph as in the decode steps, and agreed over the ranks.
+
+    push      each rank writes its part to all others and sums what it gets (kernels/gpu/peers.cu); can add to a residual
+    one_shot  after a barrier each rank reads all parts
+    two_shot  each rank sums its share, and the others read that
 """
 
 from __future__ import annotations
@@ -10,15 +14,19 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from spmd_serve.kernels.gpu.peers import Peers
+
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 8 * 2**20  # larger tensors belong to NCCL
+PUSH_BYTES = 2**20  # larger tensors are bound by the link, which a push loads twice
 SIZES = tuple(2**power for power in range(11, 24))  # bytes that are measured: 2 KiB .. 8 MiB
 _REPEATS = 20  # all-reduces in one measured graph
 
@@ -28,14 +36,11 @@ class Choice:
     """Microseconds of each way for tensors of up to `size` bytes, the slowest rank's; inf: not possible."""
 
     size: int
-    nccl: float
-    one_shot: float
-    two_shot: float
+    times: dict[str, float]
 
     @property
     def best(self) -> str:
-        times = {"nccl": self.nccl, "one_shot": self.one_shot, "two_shot": self.two_shot}
-        return min(times, key=times.__getitem__)
+        return min(self.times, key=self.times.__getitem__)
 
 
 class SymmetricAllReduce:
@@ -59,22 +64,42 @@ class SymmetricAllReduce:
         self._buffer: Tensor = symm_mem.empty(MAX_BYTES // dtype.itemsize, dtype=dtype, device=device)
         symm_mem.rendezvous(self._buffer, self._name)
         self._ops: Any = torch.ops.symm_mem
+        self._peers = _make_peers(group, device)
         self._ways: dict[str, Callable[[Tensor], Tensor]] = {
             "nccl": self._nccl,
             "one_shot": self._one_shot,
             "two_shot": self._two_shot,
+            "push": self._push,
         }
         self.choices: list[Choice] = [self._measure(size, device) for size in SIZES]
         logger.info("all-reduce by size: %s", self.describe())
 
     def __call__(self, tensor: Tensor) -> Tensor:
         """The sum over ranks; may or may not be `tensor` itself."""
+        return self._ways[self._way(tensor)](tensor)
+
+    def takes_add(self, tensor: Tensor) -> bool:
+        """Whether `add_` is the best way for such a tensor."""
+        return self._way(tensor) == "push"
+
+    def add_(self, tensor: Tensor, residual: Tensor) -> Tensor:
+        """residual += the sum over ranks, rounded once. Only where `takes_add` says so."""
+        assert self._peers is not None
+        return self._peers.all_reduce(tensor, residual)
+
+    def best_index(self, values: Tensor, indices: Tensor) -> Tensor | None:
+        """See Communicator.best_index; None where the kernel is not available."""
+        if self._peers is None or not self._peers.fits_rows(len(values)):
+            return None
+        return self._peers.best_index(values, indices)
+
+    def _way(self, tensor: Tensor) -> str:
+        """By the tensor's type, shape and layout, which are the same on all ranks."""
         if tensor.dtype == self._dtype and tensor.is_contiguous():
             for choice in self.choices:
                 if tensor.nbytes <= choice.size:
-                    way = choice.best if self._fits(tensor.nbytes, choice.best) else "nccl"
-                    return self._ways[way](tensor)
-        return self._nccl(tensor)
+                    return choice.best if self._fits(tensor, choice.best) else "nccl"
+        return "nccl"
 
     def describe(self) -> str:
         """The choices in one line, runs of equal ones together."""
@@ -84,9 +109,15 @@ class SymmetricAllReduce:
                 parts.append(f"{choice.best} to {choice.size // 1024} KiB")
         return ", ".join(parts)
 
-    def _fits(self, nbytes: int, way: str) -> bool:
+    def _fits(self, tensor: Tensor, way: str) -> bool:
+        if way == "push":
+            return self._peers is not None and self._peers.fits(tensor)
         # 16-byte accesses; two-shot gives each rank an equal part of them.
-        return nbytes % (16 * (self._world_size if way == "two_shot" else 1)) == 0
+        return way == "nccl" or tensor.nbytes % (16 * (self._world_size if way == "two_shot" else 1)) == 0
+
+    def _push(self, tensor: Tensor) -> Tensor:
+        assert self._peers is not None
+        return self._peers.all_reduce(tensor)  # collective
 
     def _nccl(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor, group=self._group)  # collective
@@ -110,10 +141,31 @@ class SymmetricAllReduce:
         tensor = torch.zeros(size // self._dtype.itemsize, dtype=self._dtype, device=device)
         times = torch.full((len(self._ways),), float("inf"), device=device)
         for i, (name, way) in enumerate(self._ways.items()):
-            if self._fits(size, name):
+            if self._fits(tensor, name):
                 times[i] = _graph_time(way, tensor)
         dist.all_reduce(times, op=dist.ReduceOp.MAX, group=self._group)  # collective: all ranks choose alike
-        return Choice(size, *times.tolist())
+        return Choice(size, dict(zip(self._ways, times.tolist(), strict=True)))
+
+
+def _make_peers(group: dist.ProcessGroup, device: torch.device) -> Peers | None:
+    """The push kernels over memory of their own; None, on all ranks, if one of them has no such kernels. Collective."""
+    import torch.distributed._symmetric_memory as symm_mem
+
+    from spmd_serve.kernels.gpu.peers import MAX_RANKS, Peers, memory_bytes
+
+    if group.size() > MAX_RANKS:
+        return None
+    memory = symm_mem.empty(memory_bytes(group.size(), PUSH_BYTES), dtype=torch.uint8, device=device)
+    handle = symm_mem.rendezvous(memory, group.group_name)
+    memory.zero_()
+    try:
+        peers = Peers(memory, handle.buffer_ptrs, group.rank(), PUSH_BYTES)
+    except RuntimeError:  # logged
+        peers = None
+    available = torch.tensor(int(peers is not None), device=device)
+    # Collective: all ranks' memory is zero before anybody writes, and all ranks choose alike.
+    dist.all_reduce(available, op=dist.ReduceOp.MIN, group=group)
+    return peers if int(available) else None
 
 
 def _graph_time(way: Callable[[Tensor], Tensor], tensor: Tensor) -> float:

@@ -43,11 +43,7 @@ class Sampler:
             int64 [rows], equal on all ranks.
         """
         values, indices = gumbel_argmax(logits, temperature, seeds, positions, self._vocab.start, slots)
-        if self._comm.world_size == 1:
-            return indices
-        pairs = self._comm.all_gather(torch.stack((values.double(), indices.double())))
-        winner = pairs[:, 0].argmax(dim=0)  # the first of equals, so the lowest index
-        return pairs[:, 1].gather(0, winner[None])[0].long()
+        return self._comm.best_index(values, indices)  # collective; of equals the lowest rank's, so the lowest index
 
     def filter_(self, logits: Tensor, params: Sequence[SamplingParams]) -> None:
         """Set logits outside each row's top-k, top-p and min-p to -inf, in place. Collective if any row asks.

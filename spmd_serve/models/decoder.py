@@ -352,14 +352,19 @@ class DecoderLayer:
     @property
     def can_accumulate(self) -> bool:
         """Whether nothing stands between a block's output and the residual stream, and the linear layers can take the norms in."""
-        if self._ctx.comm.world_size > 1 or self.attention_pre is None or self.attention_post is not None:
+        if self.attention_pre is None or self.attention_post is not None:
             return False
         return self.attention_pre.scale.dtype == self._ctx.activations
 
     def accumulate_(self, stream: Tensor, step: StepTensors, kv: Pair) -> None:
-        """The layer with norms and residual adds inside the linear layers' kernels; updates the residual stream."""
-        self.attention(stream, step, kv, norm=self.attention_pre, residual=stream)
-        self.mlp(stream, norm=self.mlp_pre, residual=stream)
+        """The layer with norms and residual adds inside other kernels; updates the residual stream. Collective (twice)."""
+        comm = self._ctx.comm
+        if comm.world_size == 1:
+            self.attention(stream, step, kv, norm=self.attention_pre, residual=stream)
+            self.mlp(stream, norm=self.mlp_pre, residual=stream)
+        else:
+            comm.all_reduce_add_(self.attention(stream, step, kv, norm=self.attention_pre), stream)
+            comm.all_reduce_add_(self.mlp(stream, norm=self.mlp_pre), stream)
 
     def linears(self) -> tuple[Linear | None, ...]:
         """qkv, o, gate_up, down; None in the place of experts."""
@@ -419,7 +424,7 @@ class Decoder:
             x = x * self._embed_scale
         if self._scripted is not None and self._scripted.decode_(x, step, kv):
             return self.norm(x)
-        if self.layers[0].can_accumulate:
+        if self.layers[0].can_accumulate and self._ctx.comm.adds_at_once(x):
             for layer, caches in zip(self.layers, kv, strict=True):
                 layer.accumulate_(x, step, caches)
             return self.norm(x)
