@@ -22,6 +22,7 @@ from spmd_serve.types import (
     ScheduledBatch,
     ServicePhase,
     ServiceState,
+    StepDigest,
     StepInput,
     StepOutput,
     StepTokens,
@@ -30,6 +31,7 @@ from spmd_serve.types import (
 logger = logging.getLogger(__name__)
 
 MAX_FREE_STEPS = 32
+POST_AHEAD = 1  # free steps that are left when the next exchange sets out
 
 
 class PendingStep(Protocol):
@@ -89,6 +91,7 @@ class StepLoop:
         self._requested_phase = requested_phase
         self._exchange_times = exchange_times
         self._step = 0
+        self._posted: tuple[int, StepDigest] | None = None  # an exchange under way: step and digest when it set out
         self._phase = ServicePhase.RUN
         self._drain_deadline = 0.0
         self._step_time = 0.0  # of rank 0's decode steps, smoothed; 0 is unknown
@@ -108,8 +111,7 @@ class StepLoop:
                 free_steps -= 1
                 self._progress.begin(self._step)
             else:
-                step_input = self._exchange()  # collective: all ranks, for the same steps
-                self._check_digest(step_input)
+                step_input = self._receive()  # collective: all ranks, for the same steps
                 scheduler.apply(step_input)
                 self._phase = step_input.phase
                 free_steps = step_input.free_steps
@@ -118,40 +120,52 @@ class StepLoop:
             self._step += 1
             if batch is not None:
                 in_flight.append((batch, self._runner.launch(batch)))  # tensor collectives: all ranks, the same batch
+            if free_steps == POST_AHEAD and self._posted is None:
+                self._post()  # collective: all ranks, for the same steps
             if in_flight and (len(in_flight) > self._depth or batch is None):
                 done, pending = in_flight.popleft()
                 scheduler.commit(done, pending.wait())
             output = scheduler.take_output()
             if link is not None:
                 self._rank0_publish(link, output, batch, time.monotonic() - began)
-            if until_idle and not scheduler.has_work:
+            if until_idle and not scheduler.has_work and self._posted is None:
                 return
 
-    def _exchange(self) -> StepInput:
+    def _post(self) -> None:
+        """Send the next exchange on its way. It tells what was known now, and each rank keeps what it knows to compare with."""
         step_input = None
         if self._link is not None:
             step_input = self._rank0_input(self._link)
-            self._progress.begin(self._step)
-        else:
+        self._posted = self._step, self._scheduler.digest
+        self._channel.post(step_input)
+
+    def _receive(self) -> StepInput:
+        """Rank 0's input: of the exchange that is under way, or of a new one."""
+        if self._posted is None:
+            self._post()
+        assert self._posted is not None
+        (step, digest), self._posted = self._posted, None
+        if self._link is None:
             self._progress.idle()
+        else:
+            self._progress.begin(self._step)
         began = time.monotonic()
-        received = self._channel.exchange(step_input)  # collective: all ranks
+        received = self._channel.receive()
         self._progress.exchange_s = time.monotonic() - began
         self._progress.begin(self._step)
-        assert received.step == self._step, (
-            f"rank 0 is at step {received.step}, rank {self._ranks.rank} at {self._step}"
-        )
-        return received
+        assert received.step == step, f"rank 0 was at step {received.step}, rank {self._ranks.rank} at {step}"
+        self._check_digest(received, digest)
+        return replace(received, step=self._step)
 
-    def _check_digest(self, step_input: StepInput) -> None:
-        """Compare rank 0's decisions, up to the last committed step, with this rank's."""
+    def _check_digest(self, step_input: StepInput, own: StepDigest) -> None:
+        """Compare rank 0's decisions, up to the last committed step, with this rank's at the same time."""
         if step_input.digest is None:
             return
-        field = first_difference(self._scheduler.digest, step_input.digest)
+        field = first_difference(own, step_input.digest)
         if field is not None:
             raise RankDivergenceError(
                 f"rank {self._ranks.rank} ({self._ranks.hostname}) decided otherwise than rank 0 by step "
-                f"{step_input.digest.step}: first difference in {field} ({getattr(self._scheduler.digest, field)} here, "
+                f"{step_input.digest.step}: first difference in {field} ({getattr(own, field)} here, "
                 f"{getattr(step_input.digest, field)} on rank 0)"
             )
 
@@ -177,10 +191,13 @@ class StepLoop:
         )
 
     def _rank0_free_steps(self) -> int:
-        """Decode steps that fit into the latency that an arrival may wait; rank 0's measurement decides for all."""
+        """Decode steps that fit into the latency that an arrival may wait; rank 0's measurement decides for all.
+
+        An arrival that comes too late for an exchange waits for those that follow its setting out, too.
+        """
         if self._step_time == 0.0 or self._ranks.world_size == 1:
             return 0
-        return min(MAX_FREE_STEPS, int(self._control.sync_latency / self._step_time))
+        return max(0, min(MAX_FREE_STEPS, int(self._control.sync_latency / self._step_time) - POST_AHEAD))
 
     def _rank0_phase(self, link: Link, idle: bool) -> ServicePhase:
         """RUN; after a stop request DRAIN until nothing runs or time is up; then STOP."""

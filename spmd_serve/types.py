@@ -119,7 +119,7 @@ class StepInput:
     """All that may influence a scheduling decision, made on rank 0 and broadcast to every rank.
 
     Attributes:
-        step: the step number that this input opens.
+        step: the step number that this input opens; while it travels, the one at which it set out.
         now: rank 0's time.monotonic() in seconds.
         free_steps: how many of the following steps run without an exchange (pure decode, no arrivals looked at).
         digest: rank 0's digest of an earlier step, or None.

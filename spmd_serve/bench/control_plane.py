@@ -1,4 +1,4 @@
-"""What the control channel costs: one exchange against a bare gloo broadcast, and its share of a decode step.
+"""What the control channel costs: one exchange against a bare gloo broadcast, and decode steps with and without exchanges.
 
 Each measurement is a torchrun job of this very module. An exchange and a bare broadcast take turns in one loop, because the
 machine's mood changes from run to run. A rank that comes early waits for the others, so times are those of rank 0, which sends.
@@ -17,12 +17,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from spmd_serve.config import parse_args
+from spmd_serve.distributed.beats import Progress
+from spmd_serve.distributed.channel import StepChannel
 from spmd_serve.types import Abort, Request, SamplingParams, ServiceState, StepInput, StepOutput
 
 PROMPT = 512  # token ids in the prompt of a request that is exchanged
 REQUESTS = (0, 1, 16)
-DECODE_TOKENS = 32
 SYNC_LATENCIES = (0.0, 0.004, 0.25)  # seconds: an exchange in each step, the default, amortised over many
+NO_EXCHANGE = -1.0  # in the place of a latency
 TURNS = 3
 
 
@@ -32,14 +34,15 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--ranks", default="2,4", help="rank counts, with commas (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=400, help="exchanges of each size (default: %(default)s)")
     parser.add_argument("--batch", default="1,16", help="sequences that decode, with commas (default: %(default)s)")
-    parser.add_argument("--no-decode", action="store_true", help="leave out the share of a decode step (needs a model)")
+    parser.add_argument("--decode-tokens", type=int, default=32, help="of each sequence (default: %(default)s)")
+    parser.add_argument("--no-decode", action="store_true", help="leave out the decode steps (they need a model)")
     parser.add_argument("--worker", choices=("exchange", "decode"), help=argparse.SUPPRESS)
     parser.add_argument("options", nargs="*", help="after --: the server's options for the decode steps")
     args = parser.parse_args(argv)
     if args.worker == "exchange":
         return _exchange_worker(args.rounds)
     if args.worker == "decode":
-        return _decode_worker([int(size) for size in args.batch.split(",")], args.options)
+        return _decode_worker([int(size) for size in args.batch.split(",")], args.decode_tokens, args.options)
     counts = [int(count) for count in args.ranks.split(",")]
     print(
         f"one exchange, microseconds on rank 0, p50 / p99 of {args.rounds}; requests carry {PROMPT} token ids",
@@ -50,11 +53,10 @@ def main(argv: Sequence[str]) -> int:
     for count in counts:
         code = code or _launch(count, "--worker", "exchange", "--rounds", str(args.rounds))
     if not args.no_decode:
-        print(
-            f"\nthe exchange's share of decode time, on {counts[0]} ranks\n{'batch':>5}  {'--sync-latency':>14}  {'share':>12}"
-        )
-        sys.stdout.flush()
-        code = code or _launch(counts[0], "--worker", "decode", "--batch", args.batch, "--", *args.options)
+        print(f"\ndecode steps on {counts[0]} ranks, ms; lost: against steps without any exchange")
+        print(f"{'batch':>5}  {'--sync-latency':>14}  {'mean':>8}  {'p50':>8}  {'p99':>8}  {'lost':>8}", flush=True)
+        sizes = ("--batch", args.batch, "--decode-tokens", str(args.decode_tokens))
+        code = code or _launch(counts[0], "--worker", "decode", *sizes, "--", *args.options)
     return code
 
 
@@ -106,17 +108,16 @@ def _quantile(samples: list[float], share: float) -> float:
     return sorted(samples)[min(len(samples) - 1, int(share * len(samples)))]
 
 
-# ---- share of a decode step ---------------------------------------------------------------------------------------
+# ---- decode steps ---------------------------------------------------------------------------------------------------
 
 
 class _Link:
-    """Brings one batch of requests, and adds up the times of the steps that compute nothing but decodes."""
+    """Brings one batch of requests, and notes when the steps that compute nothing but decodes are done."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests = requests
-        self.exchanges: list[float] = []
+        self._last = 0.0
         self.steps: list[float] = []
-        self._exchange_s = 0.0
 
     def drain(self) -> tuple[list[Request], list[Abort]]:
         requests, self._requests = self._requests, []
@@ -129,21 +130,40 @@ class _Link:
         pass
 
     def publish(self, output: StepOutput) -> None:
-        stats = output.stats
-        assert stats is not None
-        had_exchange = stats.exchange_time != self._exchange_s  # the time of the last exchange stays while none is made
-        self._exchange_s = stats.exchange_time
-        if not output.started and not output.finished:
-            self.steps.append(stats.step_time)
-            self.exchanges.append(stats.exchange_time if had_exchange else 0.0)
+        now = time.perf_counter()
+        if self._last and not output.finished:
+            self.steps.append(now - self._last)
+        self._last = 0.0 if output.started or not output.tokens else now
 
 
-def _decode_worker(batches: list[int], options: list[str]) -> int:
-    """Decode with the model: the same batch with an exchange in each step and with amortised ones, in turns."""
+class _NoExchange(StepChannel):
+    """One exchange, for the requests. After that each rank tells itself that nothing has happened."""
+
+    def __init__(self, channel: StepChannel, progress: Progress) -> None:
+        self._channel: StepChannel | None = channel
+        self._progress = progress
+        self._posted: StepInput | None = None
+
+    def post(self, step_input: StepInput | None) -> None:
+        if self._channel is not None:
+            self._channel.post(step_input)
+            return
+        step = (self._progress.step or 0) + 1
+        self._posted = StepInput(step if step_input is None else step_input.step, 0.0)
+
+    def receive(self) -> StepInput:
+        if self._channel is not None:
+            channel, self._channel = self._channel, None
+            return replace(channel.receive(), digest=None, now=0.0)
+        assert self._posted is not None
+        return self._posted
+
+
+def _decode_worker(batches: list[int], tokens: int, options: list[str]) -> int:
+    """Decode with the model: the same batch with an exchange in each step, with amortised ones and with none, in turns."""
     import torch
 
     from spmd_serve.assembly import assemble, make_plan, make_scheduler
-    from spmd_serve.distributed.beats import Progress
     from spmd_serve.distributed.channel import make_channel
     from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
     from spmd_serve.step_loop import StepLoop
@@ -156,30 +176,36 @@ def _decode_worker(batches: list[int], options: list[str]) -> int:
     assembly = assemble(plan, ranks)
     uid = 0
     for batch in batches:
-        shares: dict[float, list[float]] = {latency: [] for latency in SYNC_LATENCIES}
-        steps: dict[float, list[float]] = {latency: [] for latency in SYNC_LATENCIES}
-        for latency in SYNC_LATENCIES * TURNS:
-            params = SamplingParams(DECODE_TOKENS, temperature=0.0, ignore_eos=True)
+        steps: dict[float, list[float]] = {latency: [] for latency in (NO_EXCHANGE, *SYNC_LATENCIES)}
+        for latency in list(steps) * TURNS:
+            params = SamplingParams(tokens, temperature=0.0, ignore_eos=True)
             requests = [Request(uid + i, array("i", [9, 2 + i, 3]).tobytes(), params) for i in range(batch)]
             uid += batch
-            link = _Link(requests)
+            link, progress, channel = _Link(requests), Progress(), make_channel(ranks)
             StepLoop(
                 ranks,
-                make_channel(ranks),
+                _NoExchange(channel, progress) if latency == NO_EXCHANGE else channel,
                 make_scheduler(plan.config, plan.model, assembly.num_pages),
                 assembly.runner,
-                replace(config.control, sync_latency=latency),
+                replace(config.control, sync_latency=max(latency, 0.0)),
                 overlap=bool(plan.config.engine.overlap),
-                progress=Progress(),
+                progress=progress,
                 link=link if ranks.rank == 0 else None,
             ).run(until_idle=True)
-            if ranks.rank == 0:
-                shares[latency].append(sum(link.exchanges) / (sum(link.exchanges) + sum(link.steps)))
-                steps[latency] += [e + s for e, s in zip(link.exchanges, link.steps, strict=True)]
-        for latency, values in shares.items():
-            if ranks.rank == 0:
-                share, step_s = statistics.median(values), statistics.mean(steps[latency])
-                print(f"{batch:>5}  {latency:>14g}  {100 * share:>10.2f} %  {1000 * step_s:>8.2f} ms", flush=True)
+            steps[latency] += link.steps
+        if ranks.rank == 0:
+            _print_steps(batch, steps)
     torch.distributed.barrier()  # nobody closes its connections while another one still waits
+    assembly.runner.close()
     leave_group()
     return 0
+
+
+def _print_steps(batch: int, steps: dict[float, list[float]]) -> None:
+    """A line for each latency. steps: seconds."""
+    alone = statistics.mean(steps[NO_EXCHANGE])
+    for latency, values in steps.items():
+        name = "no exchange" if latency == NO_EXCHANGE else f"{latency:g}"
+        mean = statistics.mean(values)
+        cells = "".join(f"  {1000 * value:>8.3f}" for value in (mean, _quantile(values, 0.5), _quantile(values, 0.99)))
+        print(f"{batch:>5}  {name:>14}{cells}  {100 * (1 - alone / mean):>6.1f} %", flush=True)

@@ -19,7 +19,12 @@ from spmd_serve.types import ServicePhase
 TICK_S = 0.2
 SLOW_S = 1.0  # a step that takes longer is published with the place where it is
 # Code that waits for other ranks; or for the device, in whose queue a collective waits for them.
-COLLECTIVES = ("/torch/distributed/", "/torch/cuda/", "/spmd_serve/distributed/host_memory.py")
+COLLECTIVES = (
+    "/torch/distributed/",
+    "/torch/cuda/",
+    "/spmd_serve/distributed/host_memory.py",
+    "/spmd_serve/distributed/channel.py",
+)
 STDLIB = os.path.dirname(os.__file__) + "/"
 
 

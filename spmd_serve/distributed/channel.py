@@ -1,59 +1,118 @@
 """The control channel: the only place with a control collective. Rank 0's StepInput reaches every rank.
 
-Every rank calls `exchange` the same number of times, whatever is in it. A follower that waits here uses no CPU.
+An exchange has two halves: `post` starts it, and `receive` waits for its end, so that it can travel while a step runs.
+Every rank calls both the same number of times, whatever is in it. A follower that waits here uses no CPU.
+
+One broadcast carries most inputs, because its latency is what an exchange costs: a message of a fixed size with the length
+in front. `broadcast_object_list` needs two, and returns when both are done: 351 us against 93 between two GPUs' processes.
 """
 
 from __future__ import annotations
 
+import pickle
 import queue
-from typing import Protocol
+from abc import ABC, abstractmethod
+from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from spmd_serve.distributed.ranks import RankInfo
 from spmd_serve.errors import ControlTimeoutError, RankLostError
 from spmd_serve.types import StepInput
 
+MESSAGE_BYTES = 4096  # of the one broadcast that is always made; what is longer follows in a second one
+_LENGTH_BYTES = 8
 
-class StepChannel(Protocol):
+
+class StepChannel(ABC):
     """Hands rank 0's StepInput to all ranks."""
 
-    def exchange(self, step_input: StepInput | None) -> StepInput:
-        """Rank 0 passes the step's input, the others None; all of them get rank 0's. Collective.
+    @abstractmethod
+    def post(self, step_input: StepInput | None) -> None:
+        """Start an exchange: rank 0 passes the step's input, the others None. Collective; one at a time."""
+
+    @abstractmethod
+    def receive(self) -> StepInput:
+        """Wait for the exchange that was posted: rank 0's input. Collective.
 
         Raises:
             RankLostError: a rank has died.
             ControlTimeoutError: a rank did not come within the control timeout.
         """
-        ...
-
-
-class SoloChannel:
-    """World size 1: no collective at all."""
 
     def exchange(self, step_input: StepInput | None) -> StepInput:
-        assert step_input is not None
-        return step_input
+        """Both halves. Collective."""
+        self.post(step_input)
+        return self.receive()
 
 
-class GlooChannel:
-    """`broadcast_object_list` from rank 0 over a gloo group, whose timeout is the control timeout."""
+class SoloChannel(StepChannel):
+    """World size 1: no collective at all."""
+
+    def __init__(self) -> None:
+        self._posted: StepInput | None = None
+
+    def post(self, step_input: StepInput | None) -> None:
+        self._posted = step_input
+
+    def receive(self) -> StepInput:
+        assert self._posted is not None
+        return self._posted
+
+
+class GlooChannel(StepChannel):
+    """Broadcasts from rank 0 over a gloo group, whose timeout is the control timeout."""
 
     def __init__(self, rank: int, group: dist.ProcessGroup | None = None) -> None:
         self._rank = rank
         self._group = group
+        self._message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
+        self._view = self._message.numpy().data
+        self._posted: StepInput | None = None
+        self._rest = b""
+        self._work: Any = None
 
-    def exchange(self, step_input: StepInput | None) -> StepInput:
+    def post(self, step_input: StepInput | None) -> None:
         assert (step_input is not None) == (self._rank == 0)
-        box = [step_input]
+        assert self._work is None, "one exchange at a time"
+        self._posted = step_input
+        if step_input is not None:
+            data = pickle.dumps(step_input, protocol=pickle.HIGHEST_PROTOCOL)
+            first = data[: MESSAGE_BYTES - _LENGTH_BYTES]
+            self._rest = data[len(first) :]
+            self._view[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
+            self._view[_LENGTH_BYTES : _LENGTH_BYTES + len(first)] = first
         try:
-            # Collective: all ranks, once per exchange. Pickle is safe here: it comes from rank 0 of this very job.
-            dist.broadcast_object_list(box, src=0, group=self._group)
+            self._work = dist.broadcast(self._message, src=0, group=self._group, async_op=True)  # collective
         except RuntimeError as exc:
             raise peer_error(exc) from exc
-        received = box[0]
-        assert received is not None
+
+    def receive(self) -> StepInput:
+        work, self._work = self._work, None
+        try:
+            work.wait()
+            length = int.from_bytes(self._view[:_LENGTH_BYTES], "little")
+            rest = max(0, length + _LENGTH_BYTES - MESSAGE_BYTES)
+            received = self._posted
+            if received is None:
+                data = bytes(self._view[_LENGTH_BYTES : _LENGTH_BYTES + length]) + self._broadcast_rest(rest)
+                # Pickle is safe here: it comes from rank 0 of this very job.
+                received = pickle.loads(data)
+            elif rest:
+                self._broadcast_rest(rest)
+        except RuntimeError as exc:
+            raise peer_error(exc) from exc
+        assert isinstance(received, StepInput)
         return received
+
+    def _broadcast_rest(self, size: int) -> bytes:
+        """What did not fit into the message. Collective if there is such, which the message says."""
+        if size == 0:
+            return b""
+        rest = torch.frombuffer(bytearray(self._rest or size), dtype=torch.uint8)
+        dist.broadcast(rest, src=0, group=self._group)  # collective
+        return rest.numpy().tobytes()
 
 
 def make_channel(ranks: RankInfo) -> StepChannel:
@@ -61,7 +120,7 @@ def make_channel(ranks: RankInfo) -> StepChannel:
     return SoloChannel() if ranks.world_size == 1 else GlooChannel(ranks.rank)
 
 
-class MemoryChannel:
+class MemoryChannel(StepChannel):
     """The in-memory fake for tests: ranks are threads of one process, each with its own MemoryChannel.
 
     Pickles like the real one would not be needed, since StepInput is frozen.
@@ -71,6 +130,7 @@ class MemoryChannel:
         self._rank = rank
         self._queues = queues
         self._timeout_s = timeout_s
+        self._posted: StepInput | None = None
 
     @classmethod
     def connect(cls, world_size: int, timeout_s: float = 10.0) -> list[MemoryChannel]:
@@ -78,12 +138,16 @@ class MemoryChannel:
         queues: list[queue.Queue[StepInput]] = [queue.Queue() for _ in range(world_size - 1)]
         return [cls(rank, queues, timeout_s) for rank in range(world_size)]
 
-    def exchange(self, step_input: StepInput | None) -> StepInput:
+    def post(self, step_input: StepInput | None) -> None:
         assert (step_input is not None) == (self._rank == 0)
+        self._posted = step_input
         if step_input is not None:
             for follower in self._queues:
                 follower.put(step_input)
-            return step_input
+
+    def receive(self) -> StepInput:
+        if self._posted is not None:
+            return self._posted
         try:
             return self._queues[self._rank - 1].get(timeout=self._timeout_s)
         except queue.Empty:

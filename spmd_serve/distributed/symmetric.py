@@ -4,9 +4,9 @@ For small tensors this takes half of NCCL's time and less, since nothing or one 
 is taken in rank order on every rank, so all hold the same bits. Which way is best for which size is measured once at the
 start, on these GPUs, inside a CUDA graph as in the decode steps, and agreed over the ranks.
 
-    push      each rank writes its part to all others and sums what it gets (kernels/gpu/peers.cu); can add to a residual
-    one_shot  after a barrier each rank reads all parts
-    two_shot  each rank sums its share, and the others read that
+    cells, lines  each rank writes its part to all others and sums what it gets (kernels/gpu/peers.cu); can add to a residual
+    one_shot      after a barrier each rank reads all parts
+    two_shot      each rank sums its share, and the others read that
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,8 +27,8 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 MAX_BYTES = 8 * 2**20  # larger tensors belong to NCCL
-PUSH_BYTES = 2**20  # larger tensors are bound by the link, which a push loads twice
 SIZES = tuple(2**power for power in range(11, 24))  # bytes that are measured: 2 KiB .. 8 MiB
+_PUSHES = ("cells", "lines")
 _REPEATS = 20  # all-reduces in one measured graph
 
 
@@ -69,7 +70,8 @@ class SymmetricAllReduce:
             "nccl": self._nccl,
             "one_shot": self._one_shot,
             "two_shot": self._two_shot,
-            "push": self._push,
+            "cells": partial(self._push, form="cells"),
+            "lines": partial(self._push, form="lines"),
         }
         self.choices: list[Choice] = [self._measure(size, device) for size in SIZES]
         logger.info("all-reduce by size: %s", self.describe())
@@ -80,12 +82,12 @@ class SymmetricAllReduce:
 
     def takes_add(self, tensor: Tensor) -> bool:
         """Whether `add_` is the best way for such a tensor."""
-        return self._way(tensor) == "push"
+        return self._way(tensor) in _PUSHES
 
     def add_(self, tensor: Tensor, residual: Tensor) -> Tensor:
         """residual += the sum over ranks, rounded once. Only where `takes_add` says so."""
         assert self._peers is not None
-        return self._peers.all_reduce(tensor, residual)
+        return self._peers.all_reduce(tensor, self._way(tensor), residual)
 
     def best_index(self, values: Tensor, indices: Tensor) -> Tensor | None:
         """See Communicator.best_index; None where the kernel is not available."""
@@ -110,14 +112,14 @@ class SymmetricAllReduce:
         return ", ".join(parts)
 
     def _fits(self, tensor: Tensor, way: str) -> bool:
-        if way == "push":
-            return self._peers is not None and self._peers.fits(tensor)
+        if way in _PUSHES:
+            return self._peers is not None and self._peers.fits(tensor, way)
         # 16-byte accesses; two-shot gives each rank an equal part of them.
         return way == "nccl" or tensor.nbytes % (16 * (self._world_size if way == "two_shot" else 1)) == 0
 
-    def _push(self, tensor: Tensor) -> Tensor:
+    def _push(self, tensor: Tensor, form: str) -> Tensor:
         assert self._peers is not None
-        return self._peers.all_reduce(tensor)  # collective
+        return self._peers.all_reduce(tensor, form)  # collective
 
     def _nccl(self, tensor: Tensor) -> Tensor:
         dist.all_reduce(tensor, group=self._group)  # collective
@@ -155,11 +157,11 @@ def _make_peers(group: dist.ProcessGroup, device: torch.device) -> Peers | None:
 
     if group.size() > MAX_RANKS:
         return None
-    memory = symm_mem.empty(memory_bytes(group.size(), PUSH_BYTES), dtype=torch.uint8, device=device)
+    memory = symm_mem.empty(memory_bytes(group.size()), dtype=torch.uint8, device=device)
     handle = symm_mem.rendezvous(memory, group.group_name)
     memory.zero_()
     try:
-        peers = Peers(memory, handle.buffer_ptrs, group.rank(), PUSH_BYTES)
+        peers = Peers(memory, handle.buffer_ptrs, group.rank())
     except RuntimeError:  # logged
         peers = None
     available = torch.tensor(int(peers is not None), device=device)

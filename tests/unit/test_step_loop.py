@@ -96,15 +96,18 @@ class Link:
         return ServicePhase.DRAIN if self.expected <= self.finished.keys() else ServicePhase.RUN
 
 
-class Counting:
+class Counting(StepChannel):
     """A channel that counts its exchanges and keeps the inputs."""
 
     def __init__(self, channel: StepChannel) -> None:
         self._channel = channel
         self.inputs: list[StepInput] = []
 
-    def exchange(self, step_input: StepInput | None) -> StepInput:
-        self.inputs.append(self._channel.exchange(step_input))
+    def post(self, step_input: StepInput | None) -> None:
+        self._channel.post(step_input)
+
+    def receive(self) -> StepInput:
+        self.inputs.append(self._channel.receive())
         return self.inputs[-1]
 
 

@@ -1,10 +1,12 @@
 // Sums and choices over the GPUs of one host for small tensors: each rank writes its part into every other rank's memory.
 //
-// A cell of 16 bytes carries 8 bytes of data and twice the number of the call, in words 1 and 3. A store of 16 bytes arrives
-// in halves of 8 that are whole in themselves, so a reader that sees both numbers has all data: there is no barrier, no flag
-// that must follow the data, and one trip over the link is all the time that passes. A block has cells of its own, for two
-// calls in turn, and counts its calls itself. A cell is written again two calls later: by then its reader is done,
-// since the writer has its answer to the call between, which the reader sent after its own kernel before that had ended.
+// What is written carries the number of the call, so a reader that sees it has the data too: there is no barrier, no flag
+// that must follow the data, and one trip over the link is all the time that passes. Two forms:
+//   cells  of 16 bytes, 8 of them data, words 1 and 3 the number: a store of 16 bytes arrives in halves of 8 that are whole in themselves.
+//   lines  of 128 bytes, 120 of them data: 8 threads of a warp write one together, and over NVLink it arrives whole.
+// A block's worth of either has a place of its own, for two calls in turn, and counts its calls itself. A place is written again
+// two calls later: by then its reader is done, since the writer has its answer to the call between, which the reader
+// sent after its own kernel before that had ended. Cells and lines do not share memory: a line's data could look like a number.
 //
 // All ranks make the same calls in the same order on one stream each. Sums are in rank order, so all hold the same bits.
 
@@ -15,50 +17,62 @@
 
 namespace {
 
-constexpr int kThreads = 256, kMaxRanks = 8;
+constexpr int kThreads = 256, kMaxRanks = 8, kResident = 6;  // blocks of a multiprocessor at once
+constexpr int kLineThreads = 8, kLineGroups = 15, kBlockGroups = kThreads / kLineThreads * kLineGroups;  // groups of 8 bytes
 
 struct Peers {
-  uint4* cells[kMaxRanks];  // each rank's memory: [block][call parity][writer][thread]
-  uint32_t* calls;          // [block], of this rank
+  uint4* cells[kMaxRanks];  // each rank's memory: [place][call parity][writer][thread]
+  uint32_t* calls;          // [place], of this rank
   int rank, ranks;
 };
 
 __device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;"); }
 
-__device__ __forceinline__ void write_cell(uint4* at, uint2 data, uint32_t call) {
-  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(data.x), "r"(call), "r"(data.y), "r"(call)
-               : "memory");
+__device__ __forceinline__ void write16(uint4* at, uint4 v) {
+  asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
 }
 
-__device__ __forceinline__ uint2 read_cell(const uint4* at, uint32_t call) {
+__device__ __forceinline__ uint4 read16(const uint4* at) {
   uint4 v;
-  do {
-    asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];"
-                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w)
-                 : "l"(at)
-                 : "memory");
-  } while (v.y != call || v.w != call);
-  return make_uint2(v.x, v.z);
+  asm volatile("ld.volatile.global.v4.u32 {%0,%1,%2,%3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "l"(at) : "memory");
+  return v;
 }
 
-__device__ __forceinline__ size_t cell(const Peers& p, uint32_t call, int writer) {
-  return ((size_t)(blockIdx.x * 2 + (call & 1)) * p.ranks + writer) * kThreads + threadIdx.x;
+// This thread's 16 bytes from `writer` at a place, in the memory of the rank that reads.
+__device__ __forceinline__ size_t at(const Peers& p, int place, uint32_t call, int writer) {
+  return ((size_t)(place * 2 + (call & 1)) * p.ranks + writer) * kThreads + threadIdx.x;
 }
 
-__device__ __forceinline__ void send(const Peers& p, uint2 data, uint32_t call) {
+__device__ __forceinline__ void send(const Peers& p, int place, uint32_t call, uint4 what) {
 #pragma unroll
   for (int i = 1; i < kMaxRanks; ++i) {  // not all ranks to the same one first
     if (i >= p.ranks) break;
     const int to = (p.rank + i) % p.ranks;
-    write_cell(p.cells[to] + cell(p, call, p.rank), data, call);
+    write16(p.cells[to] + at(p, place, call, p.rank), what);
   }
 }
 
-// The block's counter goes on once all of its threads have read it.
-__device__ __forceinline__ void count_call(const Peers& p, uint32_t call) {
+__device__ __forceinline__ uint2 read_cell(const Peers& p, int place, uint32_t call, int writer) {
+  uint4 v;
+  do v = read16(p.cells[p.rank] + at(p, place, call, writer));
+  while (v.y != call || v.w != call);
+  return make_uint2(v.x, v.z);
+}
+
+// The whole warp's.
+__device__ __forceinline__ uint4 read_lines(const Peers& p, int place, uint32_t call, int writer) {
+  const bool has_number = threadIdx.x % kLineThreads == kLineThreads - 1;
+  uint4 v;
+  do v = read16(p.cells[p.rank] + at(p, place, call, writer));
+  while (__any_sync(0xffffffffu, has_number && (v.z != call || v.w != call)));
+  return v;
+}
+
+// The place's counter goes on once all of the block's threads have read it.
+__device__ __forceinline__ void count_call(const Peers& p, int place, uint32_t call) {
   __syncthreads();
-  if (threadIdx.x == 0) p.calls[blockIdx.x] = call;
+  if (threadIdx.x == 0) p.calls[place] = call;
 }
 
 template <typename Pair>
@@ -84,61 +98,109 @@ __device__ __forceinline__ uint32_t narrow<__half2>(float2 value) {
   return *reinterpret_cast<uint32_t*>(&pair);
 }
 
-// out = (out +) the sum of all ranks' x, in float32, rounded once. Four numbers a thread.
+// Four numbers in float32.
+template <typename Pair>
+struct Four {
+  float2 low = {0.0f, 0.0f}, high = {0.0f, 0.0f};
+
+  __device__ __forceinline__ void add(uint32_t first, uint32_t second) {
+    const float2 a = widen<Pair>(first), b = widen<Pair>(second);
+    low.x += a.x, low.y += a.y, high.x += b.x, high.y += b.y;
+  }
+  // before + this, rounded once.
+  __device__ __forceinline__ uint2 rounded(const Four& before) const {
+    return make_uint2(narrow<Pair>({before.low.x + low.x, before.low.y + low.y}),
+                      narrow<Pair>({before.high.x + high.x, before.high.y + high.y}));
+  }
+};
+
+// out = (out +) the sum of all ranks' x, in float32, rounded once. count: of groups of four numbers, one a thread.
 template <typename Pair, bool ADD>
 __global__ void __launch_bounds__(kThreads) all_reduce(const __grid_constant__ Peers p, const uint2* x, uint2* out, int count) {
-  const int i = blockIdx.x * kThreads + threadIdx.x;
+  const int place = blockIdx.x, i = place * kThreads + threadIdx.x;
   wait_for_inputs();
   start_next();
-  const uint32_t call = p.calls[blockIdx.x] + 1;
+  const uint32_t call = p.calls[place] + 1;
   if (i < count) {
     const uint2 own = x[i];
-    send(p, own, call);
-    float2 low = {0.0f, 0.0f}, high = {0.0f, 0.0f};
+    send(p, place, call, make_uint4(own.x, call, own.y, call));
+    Four<Pair> before, sum;
     if (ADD) {
-      const uint2 before = out[i];
-      low = widen<Pair>(before.x), high = widen<Pair>(before.y);
+      const uint2 old = out[i];
+      before.add(old.x, old.y);
     }
-    float2 sum_low = {0.0f, 0.0f}, sum_high = {0.0f, 0.0f};
     for (int r = 0; r < p.ranks; ++r) {
-      const uint2 part = r == p.rank ? own : read_cell(p.cells[p.rank] + cell(p, call, r), call);
-      const float2 a = widen<Pair>(part.x), b = widen<Pair>(part.y);
-      sum_low.x += a.x, sum_low.y += a.y, sum_high.x += b.x, sum_high.y += b.y;
+      const uint2 part = r == p.rank ? own : read_cell(p, place, call, r);
+      sum.add(part.x, part.y);
     }
-    low.x += sum_low.x, low.y += sum_low.y, high.x += sum_high.x, high.y += sum_high.y;
-    out[i] = make_uint2(narrow<Pair>(low), narrow<Pair>(high));
+    out[i] = sum.rounded(before);
   }
-  count_call(p, call);
+  count_call(p, place, call);
+}
+
+// The same in lines, two groups a thread: for larger tensors, whose bytes count. A block may have several places.
+template <typename Pair, bool ADD>
+__global__ void __launch_bounds__(kThreads, kResident) all_reduce_lines(const __grid_constant__ Peers p, const uint2* x, uint2* out, int count) {
+  const int lane = threadIdx.x % kLineThreads;
+  wait_for_inputs();
+  start_next();
+  for (int place = blockIdx.x; place * kBlockGroups < count; place += gridDim.x) {
+    const int first = place * kBlockGroups + threadIdx.x / kLineThreads * kLineGroups + 2 * lane, second = first + 1;
+    const bool has_first = first < count, has_second = lane < kLineThreads - 1 && second < count;
+    const uint32_t call = p.calls[place] + 1;
+    const uint2 nothing = make_uint2(0, 0), a = has_first ? x[first] : nothing, b = has_second ? x[second] : nothing;
+    const uint4 own = lane < kLineThreads - 1 ? make_uint4(a.x, a.y, b.x, b.y) : make_uint4(a.x, a.y, call, call);
+    send(p, place, call, own);
+    Four<Pair> before_a, before_b, sum_a, sum_b;
+    if (ADD) {
+      const uint2 old_a = has_first ? out[first] : nothing, old_b = has_second ? out[second] : nothing;
+      before_a.add(old_a.x, old_a.y), before_b.add(old_b.x, old_b.y);
+    }
+    for (int r = 0; r < p.ranks; ++r) {
+      const uint4 part = r == p.rank ? own : read_lines(p, place, call, r);
+      sum_a.add(part.x, part.y), sum_b.add(part.z, part.w);
+    }
+    if (has_first) out[first] = sum_a.rounded(before_a);
+    if (has_second) out[second] = sum_b.rounded(before_b);
+    count_call(p, place, call);
+  }
 }
 
 // The index that goes with the largest value over all ranks; of equals, the lowest rank's.
 __global__ void __launch_bounds__(kThreads) best_index(const __grid_constant__ Peers p, const float* values, const int64_t* indices,
                                                        int64_t* out, int count) {
-  const int i = blockIdx.x * kThreads + threadIdx.x;
+  const int place = blockIdx.x, i = place * kThreads + threadIdx.x;
   wait_for_inputs();
   start_next();
-  const uint32_t call = p.calls[blockIdx.x] + 1;
+  const uint32_t call = p.calls[place] + 1;
   if (i < count) {
     const uint2 own = make_uint2(__float_as_uint(values[i]), (uint32_t)indices[i]);
-    send(p, own, call);
+    send(p, place, call, make_uint4(own.x, call, own.y, call));
     float best = 0.0f;
     uint32_t where = 0;
     for (int r = 0; r < p.ranks; ++r) {
-      const uint2 part = r == p.rank ? own : read_cell(p.cells[p.rank] + cell(p, call, r), call);
+      const uint2 part = r == p.rank ? own : read_cell(p, place, call, r);
       const float value = __uint_as_float(part.x);
       if (r == 0 || value > best) best = value, where = part.y;
     }
     out[i] = where;
   }
-  count_call(p, call);
+  count_call(p, place, call);
 }
 
-int launch(const void* kernel, int count, void** arguments, int device, int dependent, cudaStream_t stream) {
+// Blocks that wait for others' must all be able to run at once.
+int resident_blocks(int device) {
+  int processors = 0;
+  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  return processors * kResident;
+}
+
+int launch(const void* kernel, int blocks, void** arguments, int device, int dependent, cudaStream_t stream) {
   int current = -1;  // this library's runtime is its own: it may not know what torch's has set
   if (cudaGetDevice(&current) != cudaSuccess || current != device) cudaSetDevice(device);
   cudaLaunchAttribute attributes[1];
   cudaLaunchConfig_t config = {};
-  config.gridDim = dim3((count + kThreads - 1) / kThreads, 1, 1);
+  config.gridDim = dim3(blocks, 1, 1);
   config.blockDim = dim3(kThreads, 1, 1);
   config.stream = stream;
   config.attrs = attributes;
@@ -148,6 +210,8 @@ int launch(const void* kernel, int count, void** arguments, int device, int depe
   return static_cast<int>(cudaLaunchKernelExC(&config, kernel, arguments));
 }
 
+int divide_up(int a, int b) { return (a + b - 1) / b; }
+
 Peers make_peers(const int64_t* cells, void* calls, int rank, int ranks) {
   Peers p = {};
   for (int r = 0; r < ranks; ++r) p.cells[r] = reinterpret_cast<uint4*>(cells[r]);
@@ -155,18 +219,24 @@ Peers make_peers(const int64_t* cells, void* calls, int rank, int ranks) {
   return p;
 }
 
+template <typename Pair>
+const void* pick(bool lines, bool add) {
+  if (lines) return add ? (const void*)all_reduce_lines<Pair, true> : (const void*)all_reduce_lines<Pair, false>;
+  return add ? (const void*)all_reduce<Pair, true> : (const void*)all_reduce<Pair, false>;
+}
+
 }  // namespace
 
-// count: of groups of 4 numbers; type: 0 bfloat16, 1 float16; add: to out, else out is overwritten; x and out 8-byte aligned. The memory behind
-// cells (zero at first) holds 2 * ranks * 256 cells of 16 bytes for each 256 of count, calls (zero at first) one number.
-// dependent: 1 with programmatic dependent launch. Returns a CUDA error code.
+// count: of groups of 4 numbers; type: 0 bfloat16, 1 float16; add: to out, else out is overwritten; x and out 8-byte aligned. `cells` are the
+// ranks' memories and `calls` this rank's counters, all zero at first: for each 256 of count (with lines: 480) 2 * ranks * 4096 bytes and one
+// counter. dependent: 1 with programmatic dependent launch. Returns a CUDA error code.
 extern "C" int peers_all_reduce(const int64_t* cells, void* calls, int rank, int ranks, const void* x, void* out, int count,
-                                int type, int add, int dependent, int device, cudaStream_t stream) {
+                                int type, int add, int lines, int dependent, int device, cudaStream_t stream) {
   const Peers p = make_peers(cells, calls, rank, ranks);
   void* arguments[] = {(void*)&p, &x, &out, &count};
-  const void* kernel = type == 0 ? (add ? (const void*)all_reduce<__nv_bfloat162, true> : (const void*)all_reduce<__nv_bfloat162, false>)
-                                 : (add ? (const void*)all_reduce<__half2, true> : (const void*)all_reduce<__half2, false>);
-  return launch(kernel, count, arguments, device, dependent, stream);
+  const void* kernel = type == 0 ? pick<__nv_bfloat162>(lines, add) : pick<__half2>(lines, add);
+  const int places = divide_up(count, lines ? kBlockGroups : kThreads), resident = resident_blocks(device);
+  return launch(kernel, lines && places > resident ? resident : places, arguments, device, dependent, stream);
 }
 
 // values float32, indices int64 (below 2**32), out int64, all [count].
@@ -174,5 +244,5 @@ extern "C" int peers_best_index(const int64_t* cells, void* calls, int rank, int
                                 void* out, int count, int dependent, int device, cudaStream_t stream) {
   const Peers p = make_peers(cells, calls, rank, ranks);
   void* arguments[] = {(void*)&p, &values, &indices, &out, &count};
-  return launch((const void*)best_index, count, arguments, device, dependent, stream);
+  return launch((const void*)best_index, divide_up(count, kThreads), arguments, device, dependent, stream);
 }

@@ -2,6 +2,7 @@
 
 import ctypes
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,14 +11,16 @@ from spmd_serve.kernels.gpu.build import load_library
 from spmd_serve.kernels.gpu.launch import launch_options
 
 MAX_RANKS = 8
-_THREADS = 256
-_CELL = 16  # bytes of memory for 8 bytes of a tensor
+MAX_BYTES = {"cells": 2**20, "lines": 4 * 2**20}  # of a tensor
+_DATA_BYTES = {"cells": 256 * 8, "lines": 480 * 8}  # of a tensor at one place: see peers.cu
+_PLACE_BYTES = 4096  # of memory, for one call and one writer
+_PLACES = {form: -(-most // _DATA_BYTES[form]) for form, most in MAX_BYTES.items()}
 _TYPES = (torch.bfloat16, torch.float16)
 
 
-def memory_bytes(ranks: int, max_bytes: int) -> int:
-    """How much memory each rank needs for tensors of up to max_bytes: two calls' cells from every rank."""
-    return max_bytes // 8 * 2 * ranks * _CELL
+def memory_bytes(ranks: int) -> int:
+    """How much memory each rank needs: at every place, two calls' data from every rank."""
+    return sum(_PLACES.values()) * 2 * ranks * _PLACE_BYTES
 
 
 class Peers:
@@ -26,54 +29,57 @@ class Peers:
     Args:
         memory: this rank's (`memory_bytes`, all zero, 16-byte aligned), which is kept.
         pointers: the address of each rank's memory, as this process sees it.
-        max_bytes: of a tensor; a multiple of 2048.
 
     Raises:
         RuntimeError: the kernels could not be compiled here.
     """
 
-    def __init__(self, memory: Tensor, pointers: Sequence[int], rank: int, max_bytes: int) -> None:
+    def __init__(self, memory: Tensor, pointers: Sequence[int], rank: int) -> None:
         library = load_library("peers")
         if library is None:
             raise RuntimeError("peers.cu was not compiled")
-        device = memory.device
         self._library = library
         self._memory = memory
-        self._calls = torch.zeros(max_bytes // 8 // _THREADS, dtype=torch.int32, device=device)
-        self._device = device
-        self._max_bytes = max_bytes
-        addresses = (ctypes.c_int64 * len(pointers))(*pointers)
-        self._common = (addresses, ctypes.c_void_p(self._calls.data_ptr()), rank, len(pointers))
+        self._device = memory.device
+        self._calls = torch.zeros(sum(_PLACES.values()), dtype=torch.int32, device=memory.device)
+        self._common: dict[str, tuple[Any, ...]] = {}
+        first = 0  # place
+        for form, places in _PLACES.items():
+            offset = first * 2 * len(pointers) * _PLACE_BYTES
+            addresses = (ctypes.c_int64 * len(pointers))(*(pointer + offset for pointer in pointers))
+            calls = ctypes.c_void_p(self._calls[first:].data_ptr())
+            self._common[form] = (addresses, calls, rank, len(pointers))
+            first += places
 
-    def fits(self, tensor: Tensor) -> bool:
-        """Whether `all_reduce` can take it."""
+    def fits(self, tensor: Tensor, form: str) -> bool:
+        """Whether `all_reduce` can take it in this form."""
         aligned = tensor.numel() % 4 == 0 and tensor.data_ptr() % 8 == 0 and tensor.is_contiguous()
-        return aligned and tensor.dtype in _TYPES and 0 < tensor.nbytes <= self._max_bytes
+        return aligned and tensor.dtype in _TYPES and 0 < tensor.nbytes <= MAX_BYTES[form]
 
-    def all_reduce(self, tensor: Tensor, residual: Tensor | None = None) -> Tensor:
+    def all_reduce(self, tensor: Tensor, form: str, residual: Tensor | None = None) -> Tensor:
         """The sum over ranks, in place; with a residual (like tensor) it is added there, with one rounding in all."""
         out = tensor if residual is None else residual
         assert out.is_contiguous() and out.data_ptr() % 8 == 0 and out.shape == tensor.shape
         pointers = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(out.data_ptr())
-        options = tensor.numel() // 4, _TYPES.index(tensor.dtype), int(residual is not None)
-        self._call("peers_all_reduce", *pointers, *options)
+        options = _TYPES.index(tensor.dtype), int(residual is not None), int(form == "lines")
+        self._call("peers_all_reduce", form, *pointers, tensor.numel() // 4, *options)
         return out
 
     def fits_rows(self, rows: int) -> bool:
         """Whether `best_index` can take so many."""
-        return 0 < 8 * rows <= self._max_bytes
+        return 0 < 8 * rows <= MAX_BYTES["cells"]
 
     def best_index(self, values: Tensor, indices: Tensor) -> Tensor:
         """values float32, indices int64, [rows] -> the index of the rank with the largest value, int64 [rows]."""
         assert values.is_contiguous() and indices.is_contiguous()
         out = torch.empty_like(indices)
         pointers = (ctypes.c_void_p(t.data_ptr()) for t in (values, indices, out))
-        self._call("peers_best_index", *pointers, values.numel())
+        self._call("peers_best_index", "cells", *pointers, values.numel())
         return out
 
-    def _call(self, name: str, *arguments: object) -> None:
+    def _call(self, name: str, form: str, *arguments: object) -> None:
         dependent = int(launch_options(1)["PDL"] > 0)
         stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        code = getattr(self._library, name)(*self._common, *arguments, dependent, self._device.index, stream)
+        code = getattr(self._library, name)(*self._common[form], *arguments, dependent, self._device.index, stream)
         if code:
             raise RuntimeError(f"{name}: CUDA error {code}")
