@@ -26,8 +26,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MAX_BYTES = 8 * 2**20  # larger tensors belong to NCCL
-SIZES = tuple(2**power for power in range(11, 24))  # bytes that are measured: 2 KiB .. 8 MiB
+BUFFER_BYTES = 8 * 2**20  # of the ways that sum in a buffer
+SIZES = tuple(2**power for power in range(11, 27))  # bytes that are measured: 2 KiB .. 64 MiB
 _PUSHES = ("cells", "lines")
 _REPEATS = 20  # all-reduces in one measured graph
 
@@ -62,7 +62,7 @@ class SymmetricAllReduce:
         self._name = group.group_name
         self._dtype = dtype
         self._world_size = group.size()
-        self._buffer: Tensor = symm_mem.empty(MAX_BYTES // dtype.itemsize, dtype=dtype, device=device)
+        self._buffer: Tensor = symm_mem.empty(BUFFER_BYTES // dtype.itemsize, dtype=dtype, device=device)
         symm_mem.rendezvous(self._buffer, self._name)
         self._ops: Any = torch.ops.symm_mem
         self._peers = _make_peers(group, device)
@@ -98,9 +98,9 @@ class SymmetricAllReduce:
     def _way(self, tensor: Tensor) -> str:
         """By the tensor's type, shape and layout, which are the same on all ranks."""
         if tensor.dtype == self._dtype and tensor.is_contiguous():
-            for choice in self.choices:
-                if tensor.nbytes <= choice.size:
-                    return choice.best if self._fits(tensor, choice.best) else "nccl"
+            best = next((c for c in self.choices if tensor.nbytes <= c.size), self.choices[-1]).best
+            if self._fits(tensor, best):
+                return best
         return "nccl"
 
     def describe(self) -> str:
@@ -115,7 +115,8 @@ class SymmetricAllReduce:
         if way in _PUSHES:
             return self._peers is not None and self._peers.fits(tensor, way)
         # 16-byte accesses; two-shot gives each rank an equal part of them.
-        return way == "nccl" or tensor.nbytes % (16 * (self._world_size if way == "two_shot" else 1)) == 0
+        unit = 16 * (self._world_size if way == "two_shot" else 1)
+        return way == "nccl" or (tensor.nbytes <= BUFFER_BYTES and tensor.nbytes % unit == 0)
 
     def _push(self, tensor: Tensor, form: str) -> Tensor:
         assert self._peers is not None

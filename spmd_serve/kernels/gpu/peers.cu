@@ -18,6 +18,7 @@
 namespace {
 
 constexpr int kThreads = 256, kMaxRanks = 8, kResident = 6;  // blocks of a multiprocessor at once
+constexpr int kMaxPlaces = 640;  // blocks that wait for others must all be able to run: 108 multiprocessors are enough
 constexpr int kLineThreads = 8, kLineGroups = 15, kBlockGroups = kThreads / kLineThreads * kLineGroups;  // groups of 8 bytes
 
 struct Peers {
@@ -138,17 +139,19 @@ __global__ void __launch_bounds__(kThreads) all_reduce(const __grid_constant__ P
   count_call(p, place, call);
 }
 
-// The same in lines, two groups a thread: for larger tensors, whose bytes count. A block may have several places.
+// The same in lines, two groups a thread: for larger tensors, whose bytes count. A block goes on to the next part of the tensor with its
+// next call; a warp writes a place again only after it has read the other ranks' answer to its call between, as above.
 template <typename Pair, bool ADD>
 __global__ void __launch_bounds__(kThreads, kResident) all_reduce_lines(const __grid_constant__ Peers p, const uint2* x, uint2* out, int count) {
-  const int lane = threadIdx.x % kLineThreads;
+  const int lane = threadIdx.x % kLineThreads, place = blockIdx.x;
   wait_for_inputs();
   start_next();
-  for (int place = blockIdx.x; place * kBlockGroups < count; place += gridDim.x) {
-    const int first = place * kBlockGroups + threadIdx.x / kLineThreads * kLineGroups + 2 * lane, second = first + 1;
+  uint32_t call = p.calls[place];
+  for (int part = place; part * kBlockGroups < count; part += gridDim.x) {
+    const int first = part * kBlockGroups + threadIdx.x / kLineThreads * kLineGroups + 2 * lane, second = first + 1;
     const bool has_first = first < count, has_second = lane < kLineThreads - 1 && second < count;
-    const uint32_t call = p.calls[place] + 1;
     const uint2 nothing = make_uint2(0, 0), a = has_first ? x[first] : nothing, b = has_second ? x[second] : nothing;
+    ++call;
     const uint4 own = lane < kLineThreads - 1 ? make_uint4(a.x, a.y, b.x, b.y) : make_uint4(a.x, a.y, call, call);
     send(p, place, call, own);
     Four<Pair> before_a, before_b, sum_a, sum_b;
@@ -157,13 +160,13 @@ __global__ void __launch_bounds__(kThreads, kResident) all_reduce_lines(const __
       before_a.add(old_a.x, old_a.y), before_b.add(old_b.x, old_b.y);
     }
     for (int r = 0; r < p.ranks; ++r) {
-      const uint4 part = r == p.rank ? own : read_lines(p, place, call, r);
-      sum_a.add(part.x, part.y), sum_b.add(part.z, part.w);
+      const uint4 received = r == p.rank ? own : read_lines(p, place, call, r);
+      sum_a.add(received.x, received.y), sum_b.add(received.z, received.w);
     }
     if (has_first) out[first] = sum_a.rounded(before_a);
     if (has_second) out[second] = sum_b.rounded(before_b);
-    count_call(p, place, call);
   }
+  count_call(p, place, call);
 }
 
 // The index that goes with the largest value over all ranks; of equals, the lowest rank's.
@@ -186,13 +189,6 @@ __global__ void __launch_bounds__(kThreads) best_index(const __grid_constant__ P
     out[i] = where;
   }
   count_call(p, place, call);
-}
-
-// Blocks that wait for others' must all be able to run at once.
-int resident_blocks(int device) {
-  int processors = 0;
-  cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
-  return processors * kResident;
 }
 
 int launch(const void* kernel, int blocks, void** arguments, int device, int dependent, cudaStream_t stream) {
@@ -228,15 +224,15 @@ const void* pick(bool lines, bool add) {
 }  // namespace
 
 // count: of groups of 4 numbers; type: 0 bfloat16, 1 float16; add: to out, else out is overwritten; x and out 8-byte aligned. `cells` are the
-// ranks' memories and `calls` this rank's counters, all zero at first: for each 256 of count (with lines: 480) 2 * ranks * 4096 bytes and one
-// counter. dependent: 1 with programmatic dependent launch. Returns a CUDA error code.
+// ranks' memories and `calls` this rank's counters, all zero at first: for each 256 of count (with lines: 480, and for at most 640 of those)
+// 2 * ranks * 4096 bytes and one counter. dependent: 1 with programmatic dependent launch. Returns a CUDA error code.
 extern "C" int peers_all_reduce(const int64_t* cells, void* calls, int rank, int ranks, const void* x, void* out, int count,
                                 int type, int add, int lines, int dependent, int device, cudaStream_t stream) {
   const Peers p = make_peers(cells, calls, rank, ranks);
   void* arguments[] = {(void*)&p, &x, &out, &count};
   const void* kernel = type == 0 ? pick<__nv_bfloat162>(lines, add) : pick<__half2>(lines, add);
-  const int places = divide_up(count, lines ? kBlockGroups : kThreads), resident = resident_blocks(device);
-  return launch(kernel, lines && places > resident ? resident : places, arguments, device, dependent, stream);
+  const int places = divide_up(count, lines ? kBlockGroups : kThreads);
+  return launch(kernel, lines && places > kMaxPlaces ? kMaxPlaces : places, arguments, device, dependent, stream);
 }
 
 // values float32, indices int64 (below 2**32), out int64, all [count].

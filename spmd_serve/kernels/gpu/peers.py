@@ -11,10 +11,9 @@ from spmd_serve.kernels.gpu.build import load_library
 from spmd_serve.kernels.gpu.launch import launch_options
 
 MAX_RANKS = 8
-MAX_BYTES = {"cells": 2**20, "lines": 4 * 2**20}  # of a tensor
-_DATA_BYTES = {"cells": 256 * 8, "lines": 480 * 8}  # of a tensor at one place: see peers.cu
+MAX_BYTES = {"cells": 2**20, "lines": 2**31}  # of a tensor
+_PLACES = {"cells": 2**20 // 2048, "lines": 640}  # see peers.cu
 _PLACE_BYTES = 4096  # of memory, for one call and one writer
-_PLACES = {form: -(-most // _DATA_BYTES[form]) for form, most in MAX_BYTES.items()}
 _TYPES = (torch.bfloat16, torch.float16)
 
 
