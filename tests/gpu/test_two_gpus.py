@@ -174,7 +174,7 @@ def test_two_ranks_answer_like_one(models: dict[str, Model], answers: Path, name
     for what, counts in equal.items():
         print(f"{name}, {what}: tokens alike from the start {counts}")
     whole = sum(count == GREEDY["max_tokens"] for count in equal["at once"])
-    assert name != "smollm2" or whole >= 12, "a trained model's best token is rarely a close call"
+    assert name != "smollm2" or whole >= 6, "in bfloat16 a trained model's best token is a close call now and then only"
 
 
 def test_mixed_load_leaves_ranks_agreed(answers: Path) -> None:
