@@ -56,14 +56,11 @@ class Communicator:
             comm._host_memory = HostMemory.create(group, timeout_s)
         return comm
 
-    def use_symmetric_memory(self, dtype: torch.dtype, device: torch.device, hidden_size: int) -> None:
-        """From now on sum tensors of `dtype` over the GPUs' mapped memory where that is faster. One host only. Collective.
-
-        hidden_size: of the rows that `all_reduce_add_norm_` will take.
-        """
+    def use_symmetric_memory(self, dtype: torch.dtype, device: torch.device) -> None:
+        """From now on sum tensors of `dtype` over the GPUs' mapped memory where that is faster. One host only. Collective."""
         assert self._group is not None
         try:
-            symmetric = SymmetricAllReduce(self._group, dtype, device, hidden_size)
+            symmetric = SymmetricAllReduce(self._group, dtype, device)
         except RuntimeError as exc:
             # GPUs differ in what they can map, but all GPUs of a host are alike in it, so all ranks come here or none.
             logger.warning("NCCL sums all tensors: symmetric memory is not available (%s)", str(exc).splitlines()[0])
@@ -100,15 +97,6 @@ class Communicator:
     def adds_at_once(self, tensor: Tensor) -> bool:
         """Whether `all_reduce_add_` of such a tensor costs no more than its sum alone."""
         return self.world_size == 1 or (self._symmetric is not None and self._symmetric.takes_add(tensor))
-
-    def norms_at_once(self, tensor: Tensor) -> bool:
-        """Whether there is `all_reduce_add_norm_` for such a tensor, [rows, hidden_size]."""
-        return self._symmetric is not None and self._symmetric.takes_norm(tensor)
-
-    def all_reduce_add_norm_(self, tensor: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Tensor:
-        """residual += the sum over ranks of `tensor`; returns residual / rms(residual) * scale. Collective."""
-        assert self._symmetric is not None
-        return self._symmetric.add_norm_(tensor, residual, scale, eps)
 
     def best_index(self, values: Tensor, indices: Tensor) -> Tensor:
         """The index of the rank with the largest value, the lowest rank's of equals. Collective.

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 BUFFER_BYTES = 8 * 2**20  # of the ways that sum in a buffer
-ROWS_BYTES = 8 * 2**20  # of tensors whose rows are normed in the same kernel
 SIZES = tuple(2**power for power in range(11, 27))  # bytes that are measured: 2 KiB .. 64 MiB
 _PUSHES = ("cells", "lines")
 _REPEATS = 20  # all-reduces in one measured graph
@@ -51,13 +50,12 @@ class SymmetricAllReduce:
     Args:
         group: an NCCL group of all ranks.
         dtype: of the tensors to come; others go through NCCL.
-        hidden_size: of the rows that are normed after the sum.
 
     Raises:
         RuntimeError: these GPUs cannot map each other's memory.
     """
 
-    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device, hidden_size: int) -> None:
+    def __init__(self, group: dist.ProcessGroup, dtype: torch.dtype, device: torch.device) -> None:
         import torch.distributed._symmetric_memory as symm_mem
 
         self._group = group
@@ -67,7 +65,7 @@ class SymmetricAllReduce:
         self._buffer: Tensor = symm_mem.empty(BUFFER_BYTES // dtype.itemsize, dtype=dtype, device=device)
         symm_mem.rendezvous(self._buffer, self._name)
         self._ops: Any = torch.ops.symm_mem
-        self._peers = _make_peers(group, device, hidden_size)
+        self._peers = _make_peers(group, device)
         self._ways: dict[str, Callable[[Tensor], Tensor]] = {
             "nccl": self._nccl,
             "one_shot": self._one_shot,
@@ -91,19 +89,9 @@ class SymmetricAllReduce:
         assert self._peers is not None
         return self._peers.all_reduce(tensor, self._way(tensor), residual)
 
-    def takes_norm(self, tensor: Tensor) -> bool:
-        """Whether `add_norm_` is better than `add_` and a norm: while latency counts more than bytes."""
-        small = tensor.nbytes <= ROWS_BYTES
-        return small and self.takes_add(tensor) and self._peers is not None and self._peers.fits_rows(tensor)
-
-    def add_norm_(self, tensor: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Tensor:
-        """residual += the sum over ranks; returns its RMSNorm. Only where `takes_norm` says so."""
-        assert self._peers is not None
-        return self._peers.all_reduce_rows(tensor, residual, scale, eps)  # collective
-
     def best_index(self, values: Tensor, indices: Tensor) -> Tensor | None:
         """See Communicator.best_index; None where the kernel is not available."""
-        if self._peers is None or not self._peers.fits_choice(len(values)):
+        if self._peers is None or not self._peers.fits_rows(len(values)):
             return None
         return self._peers.best_index(values, indices)
 
@@ -162,7 +150,7 @@ class SymmetricAllReduce:
         return Choice(size, dict(zip(self._ways, times.tolist(), strict=True)))
 
 
-def _make_peers(group: dist.ProcessGroup, device: torch.device, hidden_size: int) -> Peers | None:
+def _make_peers(group: dist.ProcessGroup, device: torch.device) -> Peers | None:
     """The push kernels over memory of their own; None, on all ranks, if one of them has no such kernels. Collective."""
     import torch.distributed._symmetric_memory as symm_mem
 
@@ -170,11 +158,11 @@ def _make_peers(group: dist.ProcessGroup, device: torch.device, hidden_size: int
 
     if group.size() > MAX_RANKS:
         return None
-    memory = symm_mem.empty(memory_bytes(group.size(), hidden_size), dtype=torch.uint8, device=device)
+    memory = symm_mem.empty(memory_bytes(group.size()), dtype=torch.uint8, device=device)
     handle = symm_mem.rendezvous(memory, group.group_name)
     memory.zero_()
     try:
-        peers = Peers(memory, handle.buffer_ptrs, group.rank(), hidden_size)
+        peers = Peers(memory, handle.buffer_ptrs, group.rank())
     except RuntimeError:  # logged
         peers = None
     available = torch.tensor(int(peers is not None), device=device)

@@ -147,7 +147,7 @@ def build_decoder(
         num_experts=model.moe.num_experts if model.moe else 0,
     )
     if device.type == "cuda" and comm.world_size > 1 and comm.one_host:
-        comm.use_symmetric_memory(dtype, device, model.hidden_size)
+        comm.use_symmetric_memory(dtype, device)
     attention = make_backend(config.engine.attention, device)
     fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
     context = DecoderContext(model, partition, comm, attention, dtype, device, fp8)

@@ -26,17 +26,6 @@ class Norm:
     eps: float
 
 
-def takes_norm(x: Tensor, weight: CpuWeight) -> bool:
-    """Whether `linear` takes a norm into its kernel, for as many tokens as x [tokens, in] has."""
-    if not x.is_cuda or x.dtype != torch.bfloat16:
-        return False
-    from spmd_serve.kernels.gpu import linear as gpu
-
-    assert isinstance(weight, Tensor)
-    features, in_features = weight.shape
-    return gpu.choose_config(len(x), features, in_features, gated=False, normed=True) is not None
-
-
 def linear(
     x: Tensor,
     weight: CpuWeight,

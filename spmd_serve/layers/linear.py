@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spmd_serve.kernels.fp8 import Fp8Format, Fp8Weight, fp8_linear, takes_gate
-from spmd_serve.kernels.linear import Norm, linear, takes_norm
+from spmd_serve.kernels.linear import Norm, linear
 from spmd_serve.kernels.packed import CpuWeight, pack
 from spmd_serve.kernels.scripted import ScriptWeight, script_weight
 from spmd_serve.layers.norm import RMSNorm
@@ -78,7 +78,3 @@ class Linear:
     def takes_gate(self, x: Tensor) -> bool:
         """Whether, for as many tokens as x has, the activation before this layer is better left to it."""
         return isinstance(self.weight, Fp8Weight) and takes_gate(x, self.weight)
-
-    def takes_norm(self, x: Tensor) -> bool:
-        """Whether, for as many tokens as x has, a norm before this layer costs no kernel of its own."""
-        return isinstance(self.weight, Fp8Weight) or takes_norm(x, self.weight)

@@ -366,19 +366,6 @@ class DecoderLayer:
             comm.all_reduce_add_(self.attention(stream, step, kv, norm=self.attention_pre), stream)
             comm.all_reduce_add_(self.mlp(stream, norm=self.mlp_pre), stream)
 
-    def accumulate_normed_(
-        self, stream: Tensor, normed: Tensor, step: StepTensors, kv: Pair, following: RMSNorm
-    ) -> Tensor:
-        """The layer with sum, residual add and norm in one kernel. Collective (twice).
-
-        normed: the norm of the residual stream that this layer takes; returns `following`'s, that of the next layer.
-        """
-        comm, between = self._ctx.comm, self.mlp_pre
-        assert between is not None
-        partial = self.attention(normed, step, kv)
-        normed = comm.all_reduce_add_norm_(partial, stream, between.scale, between.eps)
-        return comm.all_reduce_add_norm_(self.mlp(normed), stream, following.scale, following.eps)
-
     def linears(self) -> tuple[Linear | None, ...]:
         """qkv, o, gate_up, down; None in the place of experts."""
         mlp = (self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, MLP) else (None, None)
@@ -437,15 +424,7 @@ class Decoder:
             x = x * self._embed_scale
         if self._scripted is not None and self._scripted.decode_(x, step, kv):
             return self.norm(x)
-        first, comm = self.layers[0], self._ctx.comm
-        if first.can_accumulate and comm.norms_at_once(x) and not first.attention.qkv.takes_norm(x):
-            norms = [layer.attention_pre for layer in self.layers[1:]] + [self.norm]
-            normed = _add_norm(x, None, first.attention_pre)[0]
-            for layer, following, caches in zip(self.layers, norms, kv, strict=True):
-                assert following is not None
-                normed = layer.accumulate_normed_(x, normed, step, caches, following)
-            return normed
-        if first.can_accumulate and comm.adds_at_once(x):
+        if self.layers[0].can_accumulate and self._ctx.comm.adds_at_once(x):
             for layer, caches in zip(self.layers, kv, strict=True):
                 layer.accumulate_(x, step, caches)
             return self.norm(x)

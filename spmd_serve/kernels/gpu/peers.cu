@@ -18,7 +18,6 @@
 namespace {
 
 constexpr int kThreads = 256, kMaxRanks = 8, kResident = 6;  // blocks of a multiprocessor at once
-constexpr int kRowThreads = 384, kMaxRowPlaces = 320;
 constexpr int kMaxPlaces = 640;  // blocks that wait for others must all be able to run: 108 multiprocessors are enough
 constexpr int kLineThreads = 8, kLineGroups = 15, kBlockGroups = kThreads / kLineThreads * kLineGroups;  // groups of 8 bytes
 
@@ -41,35 +40,32 @@ __device__ __forceinline__ uint4 read16(const uint4* at) {
   return v;
 }
 
-// The i-th of a thread's LINES 16 bytes from `writer` at a place, in the memory of the rank that reads.
-template <int LINES>
-__device__ __forceinline__ size_t at(const Peers& p, int place, uint32_t call, int writer, int i) {
-  return (((size_t)(place * 2 + (call & 1)) * p.ranks + writer) * LINES + i) * blockDim.x + threadIdx.x;
+// This thread's 16 bytes from `writer` at a place, in the memory of the rank that reads.
+__device__ __forceinline__ size_t at(const Peers& p, int place, uint32_t call, int writer) {
+  return ((size_t)(place * 2 + (call & 1)) * p.ranks + writer) * kThreads + threadIdx.x;
 }
 
-template <int LINES = 1>
-__device__ __forceinline__ void send(const Peers& p, int place, uint32_t call, uint4 what, int line = 0) {
+__device__ __forceinline__ void send(const Peers& p, int place, uint32_t call, uint4 what) {
 #pragma unroll
   for (int i = 1; i < kMaxRanks; ++i) {  // not all ranks to the same one first
     if (i >= p.ranks) break;
     const int to = (p.rank + i) % p.ranks;
-    write16(p.cells[to] + at<LINES>(p, place, call, p.rank, line), what);
+    write16(p.cells[to] + at(p, place, call, p.rank), what);
   }
 }
 
 __device__ __forceinline__ uint2 read_cell(const Peers& p, int place, uint32_t call, int writer) {
   uint4 v;
-  do v = read16(p.cells[p.rank] + at<1>(p, place, call, writer, 0));
+  do v = read16(p.cells[p.rank] + at(p, place, call, writer));
   while (v.y != call || v.w != call);
   return make_uint2(v.x, v.z);
 }
 
 // The whole warp's.
-template <int LINES = 1>
-__device__ __forceinline__ uint4 read_lines(const Peers& p, int place, uint32_t call, int writer, int line = 0) {
+__device__ __forceinline__ uint4 read_lines(const Peers& p, int place, uint32_t call, int writer) {
   const bool has_number = threadIdx.x % kLineThreads == kLineThreads - 1;
   uint4 v;
-  do v = read16(p.cells[p.rank] + at<LINES>(p, place, call, writer, line));
+  do v = read16(p.cells[p.rank] + at(p, place, call, writer));
   while (__any_sync(0xffffffffu, has_number && (v.z != call || v.w != call)));
   return v;
 }
@@ -108,11 +104,6 @@ template <typename Pair>
 struct Four {
   float2 low = {0.0f, 0.0f}, high = {0.0f, 0.0f};
 
-  __device__ __forceinline__ static Four of(uint2 bits) {
-    Four four;
-    four.add(bits.x, bits.y);
-    return four;
-  }
   __device__ __forceinline__ void add(uint32_t first, uint32_t second) {
     const float2 a = widen<Pair>(first), b = widen<Pair>(second);
     low.x += a.x, low.y += a.y, high.x += b.x, high.y += b.y;
@@ -121,12 +112,6 @@ struct Four {
   __device__ __forceinline__ uint2 rounded(const Four& before) const {
     return make_uint2(narrow<Pair>({before.low.x + low.x, before.low.y + low.y}),
                       narrow<Pair>({before.high.x + high.x, before.high.y + high.y}));
-  }
-  __device__ __forceinline__ float square() const { return low.x * low.x + low.y * low.y + high.x * high.x + high.y * high.y; }
-  __device__ __forceinline__ uint2 scaled(float factor, uint2 scale) const {
-    const float2 a = widen<Pair>(scale.x), b = widen<Pair>(scale.y);
-    return make_uint2(narrow<Pair>({low.x * factor * a.x, low.y * factor * a.y}),
-                      narrow<Pair>({high.x * factor * b.x, high.y * factor * b.y}));
   }
 };
 
@@ -184,74 +169,6 @@ __global__ void __launch_bounds__(kThreads, kResident) all_reduce_lines(const __
   count_call(p, place, call);
 }
 
-// Of rows: out += the sum of all ranks' x as above, and normed = out / rms(out) * scale. A block has a row at a time, a thread LINES
-// parts of a line of it. groups: of a row.
-template <typename Pair, int LINES>
-__global__ void __launch_bounds__(kRowThreads, LINES == 4 ? 2 : 3)
-    all_reduce_rows(const __grid_constant__ Peers p, const uint2* x, uint2* out, const uint2* scale, uint2* normed, int rows,
-                    int groups, float eps) {
-  __shared__ float squares[2][kRowThreads / 32];  // for two rows in turn
-  const int lane = threadIdx.x % kLineThreads, place = blockIdx.x, warps = blockDim.x / 32;
-  const uint2 nothing = make_uint2(0, 0);
-  const int start = threadIdx.x / kLineThreads * kLineGroups + 2 * lane, stride = blockDim.x / kLineThreads * kLineGroups;
-  const auto has_first = [&](int i) { return start + i * stride < groups; };
-  const auto has_second = [&](int i) { return lane < kLineThreads - 1 && start + i * stride + 1 < groups; };
-  uint2 scale_a[LINES], scale_b[LINES];
-#pragma unroll
-  for (int i = 0; i < LINES; ++i) {
-    const int g = start + i * stride;
-    scale_a[i] = has_first(i) ? scale[g] : nothing, scale_b[i] = has_second(i) ? scale[g + 1] : nothing;
-  }
-  wait_for_inputs();
-  start_next();
-  uint32_t call = p.calls[place];
-  for (int row = place; row < rows; row += gridDim.x) {
-    const size_t base = (size_t)row * groups + start;
-    uint4 own[LINES];
-    uint2 old_a[LINES], old_b[LINES];  // the residual, then the sum
-    ++call;
-#pragma unroll
-    for (int i = 0; i < LINES; ++i) {
-      const size_t g = base + i * stride;
-      const uint2 a = has_first(i) ? x[g] : nothing, b = has_second(i) ? x[g + 1] : nothing;
-      old_a[i] = has_first(i) ? out[g] : nothing, old_b[i] = has_second(i) ? out[g + 1] : nothing;
-      own[i] = lane < kLineThreads - 1 ? make_uint4(a.x, a.y, b.x, b.y) : make_uint4(a.x, a.y, call, call);
-    }
-#pragma unroll
-    for (int i = 0; i < LINES; ++i) send<LINES>(p, place, call, own[i], i);
-    float square = 0.0f;
-#pragma unroll
-    for (int i = 0; i < LINES; ++i) {
-      const Four<Pair> before_a = Four<Pair>::of(old_a[i]), before_b = Four<Pair>::of(old_b[i]);
-      Four<Pair> sum_a, sum_b;
-      for (int r = 0; r < p.ranks; ++r) {
-        const uint4 received = r == p.rank ? own[i] : read_lines<LINES>(p, place, call, r, i);
-        sum_a.add(received.x, received.y), sum_b.add(received.z, received.w);
-      }
-      old_a[i] = has_first(i) ? sum_a.rounded(before_a) : nothing, old_b[i] = has_second(i) ? sum_b.rounded(before_b) : nothing;
-      const size_t g = base + i * stride;
-      if (has_first(i)) out[g] = old_a[i];
-      if (has_second(i)) out[g + 1] = old_b[i];
-      square += Four<Pair>::of(old_a[i]).square() + Four<Pair>::of(old_b[i]).square();  // what is normed is the rounded sum
-    }
-#pragma unroll
-    for (int step = 16; step > 0; step /= 2) square += __shfl_xor_sync(0xffffffffu, square, step);
-    float* shared = squares[call & 1];
-    if (threadIdx.x % 32 == 0) shared[threadIdx.x / 32] = square;
-    __syncthreads();
-    float total = 0.0f;
-    for (int w = 0; w < warps; ++w) total += shared[w];
-    const float inverse = rsqrtf(total / (4 * groups) + eps);
-#pragma unroll
-    for (int i = 0; i < LINES; ++i) {
-      const size_t g = base + i * stride;
-      if (has_first(i)) normed[g] = Four<Pair>::of(old_a[i]).scaled(inverse, scale_a[i]);
-      if (has_second(i)) normed[g + 1] = Four<Pair>::of(old_b[i]).scaled(inverse, scale_b[i]);
-    }
-  }
-  count_call(p, place, call);
-}
-
 // The index that goes with the largest value over all ranks; of equals, the lowest rank's.
 __global__ void __launch_bounds__(kThreads) best_index(const __grid_constant__ Peers p, const float* values, const int64_t* indices,
                                                        int64_t* out, int count) {
@@ -274,13 +191,13 @@ __global__ void __launch_bounds__(kThreads) best_index(const __grid_constant__ P
   count_call(p, place, call);
 }
 
-int launch(const void* kernel, int blocks, void** arguments, int device, int dependent, cudaStream_t stream, int threads = kThreads) {
+int launch(const void* kernel, int blocks, void** arguments, int device, int dependent, cudaStream_t stream) {
   int current = -1;  // this library's runtime is its own: it may not know what torch's has set
   if (cudaGetDevice(&current) != cudaSuccess || current != device) cudaSetDevice(device);
   cudaLaunchAttribute attributes[1];
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(blocks, 1, 1);
-  config.blockDim = dim3(threads, 1, 1);
+  config.blockDim = dim3(kThreads, 1, 1);
   config.stream = stream;
   config.attrs = attributes;
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
@@ -304,12 +221,6 @@ const void* pick(bool lines, bool add) {
   return add ? (const void*)all_reduce<Pair, true> : (const void*)all_reduce<Pair, false>;
 }
 
-template <typename Pair>
-const void* pick_rows(int lines) {
-  if (lines == 1) return (const void*)all_reduce_rows<Pair, 1>;
-  return lines == 2 ? (const void*)all_reduce_rows<Pair, 2> : (const void*)all_reduce_rows<Pair, 4>;
-}
-
 }  // namespace
 
 // count: of groups of 4 numbers; type: 0 bfloat16, 1 float16; add: to out, else out is overwritten; x and out 8-byte aligned. `cells` are the
@@ -322,18 +233,6 @@ extern "C" int peers_all_reduce(const int64_t* cells, void* calls, int rank, int
   const void* kernel = type == 0 ? pick<__nv_bfloat162>(lines, add) : pick<__half2>(lines, add);
   const int places = divide_up(count, lines ? kBlockGroups : kThreads);
   return launch(kernel, lines && places > kMaxPlaces ? kMaxPlaces : places, arguments, device, dependent, stream);
-}
-
-// out += the sum, and normed = out / rms(out) * scale: all [rows, 4 * groups] of one type, scale [4 * groups]. lines: 1, 2 or 4, so many that
-// `threads` (a multiple of 32, at most 384) times lines is 8 for each 15 of groups or more. Memory: for each row, and for at most 320 of those,
-// 2 * ranks * 16 * threads * lines bytes and one counter. Otherwise like peers_all_reduce.
-extern "C" int peers_all_reduce_rows(const int64_t* cells, void* calls, int rank, int ranks, const void* x, void* out, const void* scale,
-                                     void* normed, int rows, int groups, float eps, int type, int threads, int lines, int dependent,
-                                     int device, cudaStream_t stream) {
-  const Peers p = make_peers(cells, calls, rank, ranks);
-  void* arguments[] = {(void*)&p, &x, &out, &scale, &normed, &rows, &groups, &eps};
-  const void* kernel = type == 0 ? pick_rows<__nv_bfloat162>(lines) : pick_rows<__half2>(lines);
-  return launch(kernel, rows < kMaxRowPlaces ? rows : kMaxRowPlaces, arguments, device, dependent, stream, threads);
 }
 
 // values float32, indices int64 (below 2**32), out int64, all [count].

@@ -1,7 +1,6 @@
 """Sums and choices over the GPUs of one host for small tensors, by peers.cu: each rank writes into the others' memory."""
 
 import ctypes
-import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,31 +12,14 @@ from spmd_serve.kernels.gpu.launch import launch_options
 
 MAX_RANKS = 8
 MAX_BYTES = {"cells": 2**20, "lines": 2**31}  # of a tensor
-_PLACES = {"cells": 2**20 // 2048, "lines": 640, "rows": 320}  # see peers.cu
-_PLACE_BYTES = 4096  # of memory, for one call and one writer; rows have their own size
-_ROW_THREADS = 384
+_PLACES = {"cells": 2**20 // 2048, "lines": 640}  # see peers.cu
+_PLACE_BYTES = 4096  # of memory, for one call and one writer
 _TYPES = (torch.bfloat16, torch.float16)
 
 
-@functools.cache
-def _row_shape(size: int) -> tuple[int, int]:
-    """(threads, lines a thread) for rows of `size` numbers; no threads: too long, or not in groups of four."""
-    lines = -(-size // 60)
-    for each in (1, 2, 4):
-        threads = -(-lines // each * 8 // 32) * 32
-        if threads <= _ROW_THREADS and size % 4 == 0:
-            return threads, each
-    return 0, 0
-
-
-def _place_bytes(form: str, size: int) -> int:
-    threads, each = _row_shape(size)
-    return 16 * threads * each if form == "rows" else _PLACE_BYTES
-
-
-def memory_bytes(ranks: int, size: int) -> int:
-    """How much memory each rank needs: at every place, two calls' data from every rank. size: of a row."""
-    return sum(places * 2 * ranks * _place_bytes(form, size) for form, places in _PLACES.items())
+def memory_bytes(ranks: int) -> int:
+    """How much memory each rank needs: at every place, two calls' data from every rank."""
+    return sum(_PLACES.values()) * 2 * ranks * _PLACE_BYTES
 
 
 class Peers:
@@ -46,13 +28,12 @@ class Peers:
     Args:
         memory: this rank's (`memory_bytes`, all zero, 16-byte aligned), which is kept.
         pointers: the address of each rank's memory, as this process sees it.
-        size: of a row in `all_reduce_rows`: the model's hidden size.
 
     Raises:
         RuntimeError: the kernels could not be compiled here.
     """
 
-    def __init__(self, memory: Tensor, pointers: Sequence[int], rank: int, size: int) -> None:
+    def __init__(self, memory: Tensor, pointers: Sequence[int], rank: int) -> None:
         library = load_library("peers")
         if library is None:
             raise RuntimeError("peers.cu was not compiled")
@@ -61,14 +42,13 @@ class Peers:
         self._device = memory.device
         self._calls = torch.zeros(sum(_PLACES.values()), dtype=torch.int32, device=memory.device)
         self._common: dict[str, tuple[Any, ...]] = {}
-        self._size = size
-        first = offset = 0  # place, byte
+        first = 0  # place
         for form, places in _PLACES.items():
+            offset = first * 2 * len(pointers) * _PLACE_BYTES
             addresses = (ctypes.c_int64 * len(pointers))(*(pointer + offset for pointer in pointers))
             calls = ctypes.c_void_p(self._calls[first:].data_ptr())
             self._common[form] = (addresses, calls, rank, len(pointers))
             first += places
-            offset += places * 2 * len(pointers) * _place_bytes(form, size)
 
     def fits(self, tensor: Tensor, form: str) -> bool:
         """Whether `all_reduce` can take it in this form."""
@@ -84,22 +64,7 @@ class Peers:
         self._call("peers_all_reduce", form, *pointers, tensor.numel() // 4, *options)
         return out
 
-    def fits_rows(self, tensor: Tensor) -> bool:
-        """Whether `all_reduce_rows` can take it."""
-        rows = tensor.dim() == 2 and tensor.shape[1] == self._size and _row_shape(self._size)[0] > 0
-        return rows and self.fits(tensor, "lines")
-
-    def all_reduce_rows(self, tensor: Tensor, residual: Tensor, scale: Tensor, eps: float) -> Tensor:
-        """residual += the sum over ranks, and returns its RMSNorm. All [rows, size] and scale [size] of one type."""
-        assert residual.is_contiguous() and residual.shape == tensor.shape and scale.dtype == tensor.dtype
-        normed = torch.empty_like(tensor)
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (tensor, residual, scale, normed))
-        kind = _TYPES.index(tensor.dtype)
-        shape = len(tensor), self._size // 4, ctypes.c_float(eps), kind, *_row_shape(self._size)
-        self._call("peers_all_reduce_rows", "rows", *pointers, *shape)
-        return normed
-
-    def fits_choice(self, rows: int) -> bool:
+    def fits_rows(self, rows: int) -> bool:
         """Whether `best_index` can take so many."""
         return 0 < 8 * rows <= MAX_BYTES["cells"]
 
