@@ -206,6 +206,8 @@ def _serve(
         liveness.on_failure = lambda reason: frontend.link.set_state(ServiceState.FAILED, reason)
 
     assembly = assemble(plan, ranks)
+    if plan.device.type == "cuda":  # a step may wait for the device anywhere, not in calls of torch.cuda alone
+        progress.device_waits = lambda: not torch.cuda.default_stream(plan.device).query()
     loop = StepLoop(
         ranks,
         make_channel(ranks),

@@ -11,6 +11,7 @@ import os
 import sys
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from spmd_serve.distributed.board import Board, Failure
@@ -36,6 +37,8 @@ class Progress:
         self.since = time.monotonic()  # when it began that
         self.busy = False  # in a step that must end, as opposed to waiting for work
         self.exchange_s = 0.0  # how long the last exchange took
+        # Whether the device has work that does not end: another rank's part of a collective is missing. Asked in slow steps.
+        self.device_waits: Callable[[], bool] = lambda: False
 
     def begin(self, step: int) -> None:
         """The main thread works on `step` from now on."""
@@ -56,7 +59,7 @@ class Beat:
         step: -1 before the first.
         age: seconds in this step.
         where: the place in the code, when it takes long.
-        waits: the main thread is inside a collective, waiting for others.
+        waits: the main thread or the device is inside a collective, waiting for others.
     """
 
     count: int
@@ -138,9 +141,18 @@ class Messenger:
         self._count += 1
         step = -1 if progress.step is None else progress.step
         age = time.monotonic() - progress.since
-        where, waits = main_thread_location() if progress.busy and age > SLOW_S else ("", False)
+        where, waits = "", False
+        if progress.busy and age > SLOW_S:
+            where, waits = main_thread_location()
+            waits = waits or self._device_waits()
         beat = (self._count, step, progress.busy, age, progress.exchange_s, where, waits)
         board.store.set(f"beat/{self._own}", json.dumps(beat))
+
+    def _device_waits(self) -> bool:
+        try:
+            return self._progress.device_waits()
+        except RuntimeError:  # the device has failed, which the main thread will say
+            return False
 
     def _get_beats(self, board: Board) -> None:
         keys = {f"beat/{rank}": rank for rank in self._watched}

@@ -5,13 +5,13 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import pytest
 from torch.distributed import HashStore
 
 from spmd_serve.config import ControlOptions
-from spmd_serve.distributed.beats import Beat, Progress
+from spmd_serve.distributed.beats import Beat, Messenger, Progress
 from spmd_serve.distributed.board import Board, Peer
 from spmd_serve.distributed.channel import is_peer_error, peer_error
 from spmd_serve.distributed.fingerprint import check_fingerprints
@@ -99,6 +99,10 @@ def test_this_machine_has_a_loopback_interface() -> None:
 # ---- who holds up
 
 
+def failing_device() -> bool:
+    raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+
 def beat(step: int = 7, *, busy: bool = True, waits: bool = False) -> Beat:
     return Beat(1, step, busy, 5.0, 0.0, "x.py:1 in f", waits)
 
@@ -135,6 +139,23 @@ def test_a_stopped_rank_is_lost_however_late_it_was_heard(signals: StopSignals, 
     liveness._messenger.beats = {0: beat(waits=True), 1: beat()}
     liveness._messenger.heard = {1: now - heard_before}
     assert str(liveness._judge(now)).startswith(says)
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"), [(lambda: True, True), (lambda: False, False), (failing_device, False)]
+)
+def test_a_slow_rank_waits_if_its_device_does(device: Callable[[], bool], expected: bool) -> None:
+    """A step may wait for the device in any line, and the device for another rank."""
+    store, progress = HashStore(), Progress()
+    messenger = Messenger(Board(store, RankInfo(), [Peer(0, 2, 0, "a", 1, "")], lambda: store), progress)
+    progress.begin(3)
+    progress.since -= 5.0
+    progress.device_waits = device
+    messenger._put_beat(messenger._board)
+    messenger._get_beats(messenger._board)
+    found = messenger.beats[0]
+    assert (found.step, found.waits) == (3, expected)
+    assert "test_ranks.py" in found.where
 
 
 # ---- signals
