@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from spmd_serve.kernels.activation import gated_activation_torch
 from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention_torch
 from spmd_serve.kernels.fp8 import FP8, Fp8Format, Fp8Weight, fp8_linear_torch
-from spmd_serve.kernels.gpu import activation, decode_attention, fp8, gumbel, linear, norm, rope_cache, rows
+from spmd_serve.kernels.gpu import activation, decode_attention, fp8, gumbel, linear, norm, rope_cache, rows, tiles
 from spmd_serve.kernels.gumbel import gumbel_argmax_cpu
 from spmd_serve.kernels.linear import Norm, linear_torch
 from spmd_serve.kernels.norm import add_rms_norm_torch_, rms_norm_torch
@@ -271,3 +271,24 @@ def test_decode_attention_over_fp8(fused: bool, rng: torch.Generator) -> None:
     for cache, copy in zip(caches, copies, strict=True):
         # The interpreter's rounding to FP8 loses a carry now and then.
         assert ((cache.float() - copy.float()).abs() > 0.13 * copy.float().abs()).float().mean() < 0.005
+
+
+@pytest.mark.parametrize("activation", [None, "silu"])
+@pytest.mark.parametrize("tokens", [1, 17, 64])
+def test_tiles(tokens: int, activation: str | None, rng: torch.Generator) -> None:
+    """In float32: the interpreter's product takes bfloat16 for integers."""
+    x, weight = torch.randn(tokens, 256, generator=rng), torch.randn(128, 256, generator=rng) / 16
+    bias = torch.randn(128, generator=rng)
+    got = tiles.tile_linear(x, weight, bias, activation, tiles.TileConfig(32, 64, 1, 4, 3))
+    close(got, linear_torch(x, weight, bias, None, activation, None))
+
+
+def test_tiles_in_parts_with_the_next_norm(rng: torch.Generator) -> None:
+    x, weight, residual = (torch.randn(*shape, generator=rng) for shape in ((17, 256), (128, 256), (17, 128)))
+    scale = torch.rand(128, generator=rng)
+    parts = tiles.tile_linear(x, weight, None, None, tiles.TileConfig(32, 64, 2, 4, 3))
+    kept = residual.clone()
+    got = tiles.add_norm_parts_(parts, residual, scale, 1e-6)
+    expected, total = add_rms_norm_torch_(x @ weight.T, kept, scale, 1e-6)
+    close(got, expected)
+    close(residual, total)
