@@ -124,10 +124,11 @@ class Attention:
         *,
         norm: RMSNorm | None = None,
         residual: Tensor | None = None,
+        following: RMSNorm | None = None,
     ) -> Tensor:
         """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given.
 
-        Collective where the model norms over all heads.
+        following: see Linear. Collective where the model norms over all heads.
         """
         if self._q_heads == 0:
             if self.heads_norm is not None:
@@ -138,7 +139,7 @@ class Attention:
         if self.heads_norm is not None:
             qkv = self.heads_norm(qkv)
         out = self._attend(qkv, step, k_cache, v_cache)
-        return self.o(out.view(x.shape[0], -1), residual=residual)
+        return self.o(out.view(x.shape[0], -1), residual=residual, following=following)
 
     def _attend(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """K and V into the cache, and each row's attention: [tokens, q_heads, head_dim]."""
@@ -245,12 +246,22 @@ class MLP:
         self.gate_up = ctx.linear(model.hidden_size, 2 * len(columns), bias=model.mlp_bias)
         self.down = ctx.linear(len(columns), model.hidden_size, bias=model.mlp_bias and ctx.partition.rank == 0)
 
-    def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
-        """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given."""
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+        following: RMSNorm | None = None,
+    ) -> Tensor:
+        """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given.
+
+        following: see Linear.
+        """
         activation = self._ctx.model.activation
         if self.down.takes_gate(x):
             return self.down(self.gate_up(x, norm=norm), gate=activation, residual=residual)
-        return self.down(self.gate_up(x, norm=norm, activation=activation), residual=residual)
+        return self.down(self.gate_up(x, norm=norm, activation=activation), residual=residual, following=following)
 
     def pack(self) -> None:
         self.gate_up.pack()
@@ -366,6 +377,24 @@ class DecoderLayer:
             comm.all_reduce_add_(self.attention(stream, step, kv, norm=self.attention_pre), stream)
             comm.all_reduce_add_(self.mlp(stream, norm=self.mlp_pre), stream)
 
+    def takes_following(self, x: Tensor) -> bool:
+        """Whether `accumulate_ahead_` is better than `accumulate_` for as many tokens as x has."""
+        mlp = self.mlp
+        if self._ctx.comm.world_size > 1 or not self.can_accumulate or not isinstance(mlp, MLP):
+            return False
+        return self.attention.o.takes_following(x) and mlp.down.takes_following(x)
+
+    def accumulate_ahead_(
+        self, stream: Tensor, normed: Tensor, step: StepTensors, kv: Pair, following: RMSNorm
+    ) -> Tensor:
+        """The layer with residual add and the norm after it in one kernel.
+
+        normed: the norm of the residual stream that this layer takes; returns `following`'s, that of the next layer.
+        """
+        assert isinstance(self.mlp, MLP)
+        normed = self.attention(normed, step, kv, residual=stream, following=self.mlp_pre)
+        return self.mlp(normed, residual=stream, following=following)
+
     def linears(self) -> tuple[Linear | None, ...]:
         """qkv, o, gate_up, down; None in the place of experts."""
         mlp = (self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, MLP) else (None, None)
@@ -424,7 +453,15 @@ class Decoder:
             x = x * self._embed_scale
         if self._scripted is not None and self._scripted.decode_(x, step, kv):
             return self.norm(x)
-        if self.layers[0].can_accumulate and self._ctx.comm.adds_at_once(x):
+        first = self.layers[0]
+        if first.takes_following(x):
+            norms = [layer.attention_pre for layer in self.layers[1:]] + [self.norm]
+            normed = _add_norm(x, None, first.attention_pre)[0]
+            for layer, following, caches in zip(self.layers, norms, kv, strict=True):
+                assert following is not None
+                normed = layer.accumulate_ahead_(x, normed, step, caches, following)
+            return normed
+        if first.can_accumulate and self._ctx.comm.adds_at_once(x):
             for layer, caches in zip(self.layers, kv, strict=True):
                 layer.accumulate_(x, step, caches)
             return self.norm(x)

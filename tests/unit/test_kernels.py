@@ -53,6 +53,10 @@ def test_linear(biased: bool) -> None:
     got = linear(x, weight, bias=bias, residual=residual)
     assert got is residual
     torch.testing.assert_close(got, expected)
+    after = torch.randn(10)
+    got = linear(x, weight, bias=bias, residual=residual, following=Norm(after, 1e-5))
+    torch.testing.assert_close(residual, expected + product)
+    torch.testing.assert_close(got, definition_of_norm(expected + product, after, 1e-5))
     normed = definition_of_norm(x, scale, 1e-5) @ weight.T + (0 if bias is None else bias)
     gated = torch.nn.functional.silu(normed[:, :5]) * normed[:, 5:]
     got = linear(x, weight, bias=bias, norm=Norm(scale, 1e-5), activation="silu")

@@ -286,9 +286,12 @@ def test_tiles(tokens: int, activation: str | None, rng: torch.Generator) -> Non
 def test_tiles_in_parts_with_the_next_norm(rng: torch.Generator) -> None:
     x, weight, residual = (torch.randn(*shape, generator=rng) for shape in ((17, 256), (128, 256), (17, 128)))
     scale = torch.rand(128, generator=rng)
-    parts = tiles.tile_linear(x, weight, None, None, tiles.TileConfig(32, 64, 2, 4, 3))
-    kept = residual.clone()
-    got = tiles.add_norm_parts_(parts, residual, scale, 1e-6)
-    expected, total = add_rms_norm_torch_(x @ weight.T, kept, scale, 1e-6)
-    close(got, expected)
-    close(residual, total)
+    bias = torch.randn(128, generator=rng)
+    parts = tiles.tile_linear(x, weight, bias, None, tiles.TileConfig(32, 64, 2, 4, 3, parts=True))
+    kept, added = residual.clone(), residual.clone()
+    got = tiles.add_parts_(parts, bias, residual, Norm(scale, 1e-6))
+    expected, total = add_rms_norm_torch_(x @ weight.T + bias, kept, scale, 1e-6)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(residual, total, rtol=1e-4, atol=1e-4)
+    assert tiles.add_parts_(parts, bias, added, None) is added
+    torch.testing.assert_close(added, total, rtol=1e-4, atol=1e-4)
