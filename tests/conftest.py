@@ -8,6 +8,8 @@ from contextlib import ExitStack
 
 # Before torch is imported. Tests share the cores with each other, and threads that spin for each other take them away.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Some hundred processes import this package: only the first of them shall have to compile it.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import pytest
 from support.server import Server, serving
