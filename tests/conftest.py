@@ -14,6 +14,18 @@ os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 import pytest
 from support.server import Server, serving
 
+# Files that take long, the longest first: started last they would run when all others are done. Not to be kept up to date
+# by all means; the other files follow in pytest's order.
+LONG = (
+    "test_serve_sbatch.py",
+    "test_text.py",
+    "test_faults.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
+
 
 @pytest.fixture(scope="module")
 def start_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Server]]:
