@@ -22,7 +22,7 @@ VOCAB = 49152
 ENDLESS: dict[str, Any] = {"model": MODEL, "max_tokens": 4000, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
-CAPITAL = Case("The capital of France is")
+CAPITAL = Case("The capital of France is", 5)
 STREAMED = (Case("Once upon a time", 12), Case((("user", "Count to five."),), 12))
 SHORT = Case("Water boils at a temperature of", 4)
 DRAINED = Case("Once upon a time there was a fox who", 60)
