@@ -13,14 +13,14 @@ import pytest
 from box import CASE, GONE_S, SERVER, answer
 from slurm_cluster import Cluster, Job, parent, processes
 from support.ask import ask
-from support.reference import Reference
+from support.reference import Answers
 from support.server import wait_until
 
 
 @pytest.fixture(scope="module")
-def text() -> str:
+def text(answers: Answers) -> str:
     """What the model says by itself."""
-    return Reference().answers([CASE])[0].text
+    return answers[CASE].text
 
 
 @pytest.fixture(scope="module")

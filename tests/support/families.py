@@ -260,7 +260,8 @@ def largest_difference(
     first = shard.step([], [(0, 0, tokens[0]), (1, 0, tokens[1])])
     note("prefill", first, torch.cat(wanted))
     # Slot 2 is prefilled in chunks while slots 3 and 4 decode.
-    decoded = [(3, 0, 2), (4, 1, 5)]  # slot, sequence, position
+    # The shorter sequence decodes from its start, the longer one to its end: all positions, in half of the steps.
+    decoded = [(3, 0, 19), (4, 1, 2)]  # slot, sequence, position
     shard.step([], [(slot, 0, tokens[sequence][:position]) for slot, sequence, position in decoded])
     start, chunk = 0, 1
     while decoded:
