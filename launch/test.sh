@@ -40,11 +40,12 @@ check format "$PYTHON" -m ruff format --check .
 types_log=$(mktemp)
 nice "$PYTHON" -m mypy >"$types_log" 2>&1 &
 types=$!
-trap 'kill "$types" 2>/dev/null || true; rm -f "$types_log"' EXIT
+trap '[ -z "$types" ] || kill "$types" || true; rm -f "$types_log"' EXIT
 check tests "$PYTHON" -m pytest --numprocesses="${TEST_PROCESSES:-3}" --dist=loadfile --no-loadscope-reorder "$@"
 mypy_beside_the_tests() {
     local code=0
     wait "$types" || code=$?
+    types=
     cat "$types_log"
     return "$code"
 }

@@ -52,6 +52,7 @@ SlurmdTimeout=6
 MessageTimeout=5
 KillWait=25
 MinJobAge=300
+FirstJobId={first_job}
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -101,7 +102,9 @@ class Cluster:
             run("mknod", str(folder / f"dev/gpu{i}"), "c", "1", "3")
         port = free_port(1 + nodes)
         host = socket.gethostname().partition(".")[0]
-        lines = [CONF.format(host=host, port=port, folder=folder)]
+        # Jobs of one number choose the same ports, and other processes of this test run may have clusters too.
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        lines = [CONF.format(host=host, port=port, folder=folder, first_job=1 + 1000 * worker)]
         for i, name in enumerate(self.names):
             lines.append(
                 f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port + 1 + i} CPUs={cpus} "
