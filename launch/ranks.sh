@@ -47,6 +47,10 @@ run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean en
         wait "$torchrun" || code=$?
         kill -0 "$torchrun" 2>/dev/null || break
     done
+    if [ "$code" -gt 128 ]; then # that may be the signal's: torchrun ended before the loop came to look
+        code=0
+        wait "$torchrun" || code=$? # at once, its own: the shell remembers it
+    fi
     trap - TERM INT HUP
     if [ "$code" -ne 0 ] && drained_cleanly "$outcome" "$nproc"; then
         say "torchrun was signalled and all $nproc ranks ended cleanly: exit 0 (its traceback above is its way to say so)"

@@ -35,9 +35,20 @@ check() { # check NAME COMMAND...
 }
 check lint "$PYTHON" -m ruff check .
 check format "$PYTHON" -m ruff format --check .
-check types "$PYTHON" -m mypy
+# Many tests wait for servers and timeouts, so three files run at a time, and mypy uses what they leave of the cores. A file
+# stays with one process, for its servers. tests/conftest.py puts them into an order: first those that take long.
+types_log=$(mktemp)
+nice "$PYTHON" -m mypy >"$types_log" 2>&1 &
+types=$!
+trap '[ -z "$types" ] || kill "$types" || true; rm -f "$types_log"' EXIT
+check tests "$PYTHON" -m pytest --numprocesses="${TEST_PROCESSES:-3}" --dist=loadfile --no-loadscope-reorder "$@"
+mypy_beside_the_tests() {
+    local code=0
+    wait "$types" || code=$?
+    types=
+    cat "$types_log"
+    return "$code"
+}
+check types mypy_beside_the_tests
 check "types of launch/" "$PYTHON" -m mypy launch/*.py
-# Most tests wait for servers and timeouts: two files at a time. A file stays with one process, for its servers. In their
-# order the files with few long tests come first, and short ones fill the end.
-check tests "$PYTHON" -m pytest --numprocesses="${TEST_PROCESSES:-2}" --dist=loadfile --no-loadscope-reorder "$@"
 [ "${#failed[@]}" -eq 0 ] || die "failed: ${failed[*]}"

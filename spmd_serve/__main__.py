@@ -183,7 +183,6 @@ def _serve(
     from spmd_serve.assembly import assemble, make_plan
     from spmd_serve.distributed.channel import make_channel
     from spmd_serve.distributed.fingerprint import agree, model_fingerprint, options_fingerprint, software_fingerprint
-    from spmd_serve.frontend.server import start_frontend
     from spmd_serve.step_loop import StepLoop
 
     started = time.monotonic()
@@ -198,6 +197,8 @@ def _serve(
 
     frontend = None
     if ranks.rank == 0:
+        from spmd_serve.frontend.server import start_frontend  # the others need none of it, and start faster without
+
         if config.server.frontend == "thread":
             sys.setswitchinterval(0.0005)  # a busy HTTP thread would hold each exchange up for 16-39 ms instead of 1-3
         info = _model_info(config, model, folder)

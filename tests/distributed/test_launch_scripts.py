@@ -64,7 +64,7 @@ def test_multinode_sh_on_two_hosts_whose_own_names_are_loopback(hosts: TwoHosts,
             command = (*hosts.on(host), str(LAUNCH / "multinode.sh"), *place, "--", *server)
             processes.append(stack.enter_context(script(log, *command)))
         await_ready(logs[0], processes[0])
-        few = {"max_tokens": 40}  # gloo between hosts is slow
+        few = {"max_tokens": 24}  # gloo between hosts is slow
         stream = Stream(f"http://{hosts.address(head)}:{http}", few).await_chunks()
         processes[1].terminate()
         assert stream.await_end(STOP_S) == "length"

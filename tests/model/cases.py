@@ -15,7 +15,7 @@ LONG = Case("Summary of the keeper's diary. " + _STORY * 14 + "One night in Nove
 SOLO = (
     Case("The capital of France is", 10),
     Case("def fibonacci(n):\n    ", 10),
-    Case("1, 2, 3, 5, 8, 13, 21,"),
+    Case("1, 2, 3, 5, 8, 13, 21,", 10),
     Case("Les trois plus grandes villes de l'été: 東京, 🌍 et", 12),
     Case((("system", "You answer briefly."), ("user", "Which planet is the largest one?")), 10),
     LONG,
@@ -36,10 +36,10 @@ OTHERS = (
 )
 
 SEEDED = (
-    Case("My favourite colour is", 20, temperature=0.8, seed=42),
-    Case((("user", "Tell me a joke."),), 20, temperature=1.0, seed=7),
-    Case("In the year 2050", 20, temperature=1.3, seed=2**62 + 1, top_k=40, top_p=0.9),
-    Case("My favourite colour is", 20, temperature=1.0, seed=43, top_p=0.8),
+    Case("My favourite colour is", 14, temperature=0.8, seed=42),
+    Case((("user", "Tell me a joke."),), 14, temperature=1.0, seed=7),
+    Case("In the year 2050", 14, temperature=1.3, seed=2**62 + 1, top_k=40, top_p=0.9),
+    Case("My favourite colour is", 14, temperature=1.0, seed=43, top_p=0.8),
 )
 
 NEIGHBOURS = tuple(Case(f"Number {i} is", 12 + i, temperature=1.0) for i in range(8))

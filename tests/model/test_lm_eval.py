@@ -43,7 +43,7 @@ def test_loglikelihoods_of_local_completions(
     start_server: Callable[..., Server], reference: Reference, tmp_path: Path
 ) -> None:
     """Each choice's log-likelihood after its question is that of transformers, to 1e-3."""
-    server = start_server("--dtype", "float32", ranks=1)
+    server = start_server("--dtype", "float32", ranks=1, agent=False)
     data = tmp_path / "documents.jsonl"
     data.write_text("".join(json.dumps({"question": q, "choices": c}) + "\n" for q, c in DOCUMENTS))
     (tmp_path / "offline_choices.yaml").write_text(TASK % data)

@@ -47,7 +47,7 @@ def test_the_second_wave_starts_in_a_quarter_of_the_time_with_the_same_text(
     start_server: Callable[..., Server], reference: Reference
 ) -> None:
     assert 950 < len(reference.tokenizer(SYSTEM).input_ids) < 1100
-    server = start_server("--dtype", "float32", "--threads", "1", ranks=1)
+    server = start_server("--dtype", "float32", "--threads", "1", ranks=1, agent=False)
     for attempt in range(ATTEMPTS):
         waves = [asyncio.run(wave(server, cases, str(attempt))) for cases in WAVES]
         first, second = (statistics.mean(times) for _, times in waves)
@@ -59,6 +59,6 @@ def test_the_second_wave_starts_in_a_quarter_of_the_time_with_the_same_text(
     again = create(server.client(), WAVES[1][0], extra_body={"cache_salt": str(attempt)})
     assert again.usage.prompt_tokens_details.cached_tokens > 950
 
-    without = start_server("--dtype", "float32", "--threads", "1", "--prefix-cache", "off", ranks=1)
+    without = start_server("--dtype", "float32", "--threads", "1", "--prefix-cache", "off", ranks=1, agent=False)
     texts, _ = waves[1]
-    assert asyncio.run(wave(without, WAVES[1][:2], ""))[0] == texts[:2]
+    assert asyncio.run(wave(without, WAVES[1][:1], ""))[0] == texts[:1]

@@ -22,7 +22,7 @@ VOCAB = 49152
 ENDLESS: dict[str, Any] = {"model": MODEL, "max_tokens": 4000, "temperature": 0, "extra_body": {"ignore_eos": True}}
 
 
-CAPITAL = Case("The capital of France is")
+CAPITAL = Case("The capital of France is", 5)
 STREAMED = (Case("Once upon a time", 12), Case((("user", "Count to five."),), 12))
 SHORT = Case("Water boils at a temperature of", 4)
 DRAINED = Case("Once upon a time there was a fox who", 60)
@@ -275,14 +275,15 @@ def test_json_at_temperature_1_is_always_valid(client: openai.OpenAI) -> None:
         assert len(person["name"]) <= 20 and type(person["age"]) is int and 0 <= person["age"] <= 150
         assert len(person["likes"]) <= 3 and set(person["likes"]) <= {"tea", "coffee", "water"}
     assert len({choice.message.content for choice in made.choices}) > 6
+    question = [{"role": "user", "content": 'Write a JSON object with the one key "name", and a name.'}]
     made = client.chat.completions.create(
         model=MODEL,
         messages=question,
         response_format={"type": "json_object"},
         temperature=1,
         n=5,
-        seed=2,
-        max_tokens=100,
+        seed=3,
+        max_tokens=40,
     )
     ended = [choice.message.content or "" for choice in made.choices if choice.finish_reason == "stop"]
     assert ended and all(isinstance(json.loads(text), dict) for text in ended)

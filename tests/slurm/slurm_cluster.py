@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import re
 import shutil
@@ -48,8 +49,10 @@ SlurmdParameters=config_overrides
 ReturnToService=2
 SlurmctldTimeout=10
 SlurmdTimeout=6
+MessageTimeout=5
 KillWait=25
 MinJobAge=300
+FirstJobId={first_job}
 PartitionName=test Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 """
 
@@ -99,7 +102,9 @@ class Cluster:
             run("mknod", str(folder / f"dev/gpu{i}"), "c", "1", "3")
         port = free_port(1 + nodes)
         host = socket.gethostname().partition(".")[0]
-        lines = [CONF.format(host=host, port=port, folder=folder)]
+        # Jobs of one number choose the same ports, and other processes of this test run may have clusters too.
+        worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+        lines = [CONF.format(host=host, port=port, folder=folder, first_job=1 + 1000 * worker)]
         for i, name in enumerate(self.names):
             lines.append(
                 f"NodeName={name} NodeHostname={host} NodeAddr=127.0.0.1 Port={port + 1 + i} CPUs={cpus} "
@@ -113,15 +118,9 @@ class Cluster:
         (folder / "cgroup.conf").write_text(f"CgroupPlugin=cgroup/v1\nCgroupMountpoint={folder}/no-cgroup\n")
         self.env = dict(os.environ, SLURM_CONF=str(folder / "slurm.conf"), PYTHON=sys.executable, HF_HUB_OFFLINE="1")
         self.env["GLOO_SOCKET_IFNAME"] = "lo"  # all nodes are this host
-        self._hosts_added = ""
 
     def start(self) -> None:
-        hosts = Path("/etc/hosts")
-        for name in self.names:
-            if subprocess.run(["getent", "hosts", name], capture_output=True).returncode != 0:
-                self._hosts_added += f"127.0.0.1 {name}\n"
-        with hosts.open("a") as file:
-            file.write(self._hosts_added)
+        self._name_nodes(True)
         run("slurmctld", "-f", self.env["SLURM_CONF"], env=self.env)
         for name in self.names:
             self.start_node(name)
@@ -149,9 +148,19 @@ class Cluster:
         for pid in processes(SPMD_SERVE_TEST=str(self.folder)):
             with contextlib.suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        if self._hosts_added:
-            hosts = Path("/etc/hosts")
-            hosts.write_text(hosts.read_text().replace(self._hosts_added, ""))
+        self._name_nodes(False)
+
+    def _name_nodes(self, there: bool) -> None:
+        """Add this cluster's lines to /etc/hosts, or remove them. Other clusters may be at it, with the same names."""
+        own = f"  # the tests' cluster in {self.folder}"
+        with Path("/etc/hosts").open("r+") as hosts:
+            fcntl.flock(hosts, fcntl.LOCK_EX)
+            lines = [f"{line}\n" for line in hosts.read().splitlines() if not line.endswith(own)]
+            if there:
+                lines += [f"127.0.0.1 {name}{own}\n" for name in self.names]
+            hosts.seek(0)
+            hosts.writelines(lines)
+            hosts.truncate()
 
     def submit(self, *sbatch_options: str, server: tuple[str, ...] = (), **environ: str) -> Job:
         """Submit slurm/serve.sbatch from this cluster's folder, with options for sbatch and for the server."""

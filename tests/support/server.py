@@ -32,12 +32,13 @@ def wait_until(what: str, condition: Callable[[], bool], timeout_s: float, inter
 
 
 class Server:
-    """One `torchrun -m spmd_serve`. Use `stop` for a clean end and `kill` for any other.
+    """One `torchrun -m spmd_serve`, or `python -m spmd_serve`. Use `stop` for a clean end and `kill` for any other.
 
     Args:
         folder: for the log and the address file.
         options: the server's own options; host, port and dtype have defaults here.
-        ranks: 1 or more; all under torchrun.
+        ranks: 1 or more.
+        agent: under torchrun; without it the one rank starts in half of the time.
         environment: added to this process's.
 
     Attributes:
@@ -47,9 +48,16 @@ class Server:
     """
 
     def __init__(
-        self, folder: Path, *options: str, ranks: int = 2, environment: Mapping[str, str] | None = None
+        self,
+        folder: Path,
+        *options: str,
+        ranks: int = 2,
+        agent: bool = True,
+        environment: Mapping[str, str] | None = None,
     ) -> None:
+        assert agent or ranks == 1
         self.ranks = ranks
+        self._agent = agent
         self.url = ""
         self._close = contextlib.ExitStack()
         self._stopping = False
@@ -57,7 +65,8 @@ class Server:
         self.log_file = folder / "server.log"
         self._address_file = folder / "address"
         self._address_file.unlink(missing_ok=True)
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+        command = [sys.executable, *(torchrun if agent else [])]
         command += ["-m", "spmd_serve", "--port", "0", "--address-file", str(self._address_file), *options]
         variables = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", **(environment or {})}
         with self.log_file.open("wb") as log:
@@ -123,6 +132,8 @@ class Server:
 
     def rank_pids(self) -> list[int]:
         """Process ids of the ranks, rank 0 first (torchrun starts them in order)."""
+        if not self._agent:
+            return [self.process.pid]
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
         return sorted(int(pid) for pid in children)
 
@@ -180,6 +191,7 @@ def serving(
     folder: Path,
     *options: str,
     ranks: int = 2,
+    agent: bool = True,
     environment: Mapping[str, str] | None = None,
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Iterator[Server]:
@@ -188,7 +200,7 @@ def serving(
     Args:
         meanwhile: called while the server starts.
     """
-    server = Server(folder, *options, ranks=ranks, environment=environment)
+    server = Server(folder, *options, ranks=ranks, agent=agent, environment=environment)
     try:
         meanwhile()
         yield server.wait_ready()

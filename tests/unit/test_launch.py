@@ -204,7 +204,8 @@ def test_only_a_clean_drain_turns_torchruns_exit_code_into_0(
     shutil.which("pkill") is None, reason="without pkill (procps) torchrun is signalled instead of the ranks"
 )
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_reaches_the_ranks_and_not_torchrun(tmp_path: Path, number: int) -> None:
+@pytest.mark.parametrize("pause", [0, 1], ids=["", "torchrun ends before the script goes on"])
+def test_a_signal_reaches_the_ranks_and_not_torchrun(tmp_path: Path, number: int, pause: int) -> None:
     rank = (
         "import os, signal, sys, time; signal.signal(15, lambda *a: sys.exit(0)); os.write(1, b'up\\n'); time.sleep(60)"
     )
@@ -212,7 +213,8 @@ def test_a_signal_reaches_the_ranks_and_not_torchrun(tmp_path: Path, number: int
 signal.signal(signal.SIGTERM, lambda *a: os._exit(9))
 ranks = [subprocess.Popen([sys.executable, "-c", {rank!r}]) for _ in range(2)]
 sys.exit(sum(rank.wait() for rank in ranks))"""
-    code = f"set -euo pipefail; . {LAUNCH}/venv.sh; . {LAUNCH}/ranks.sh; run_ranks 2"
+    code = f"set -euo pipefail; . {LAUNCH}/venv.sh; . {LAUNCH}/ranks.sh; "
+    code += f'pkill() {{ command pkill "$@"; sleep {pause}; }}; run_ranks 2'
     env = {**os.environ, "PYTHON": fake_torchrun(tmp_path, body), "TMPDIR": str(tmp_path)}
     # A shell cannot trap what was ignored when it began, as nohup and background jobs leave it.
     command = ["env", "--default-signal=HUP,INT", "bash", "-c", code]
