@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import sys
+from array import array
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,11 @@ import torch.distributed as dist
 from support import families
 
 from spmd_serve.bench import load
+from spmd_serve.distributed.channel import GlooChannel
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.host_memory import HostMemory
 from spmd_serve.distributed.ranks import RankInfo, join_group, leave_group, rank_info
+from spmd_serve.types import Request, SamplingParams, StepInput
 
 SHAPES = [(1, 576), (16, 576), (512, 576), (2000, 576), (5,), (0, 3)]
 TIMEOUT_S = 60.0
@@ -57,6 +60,16 @@ def check_collectives(ranks: RankInfo, groups: dict[int, dist.ProcessGroup]) -> 
     print(f"rank {ranks.rank} done", flush=True)
 
 
+def check_channel(rank: int) -> None:
+    """Inputs of all sizes reach every rank, also those that need a second broadcast, and what is posted while others wait."""
+    channel = GlooChannel(rank)
+    for step, prompt in enumerate((0, 10, 900, 1000, 5, 40_000, 1)):
+        ids = array("i", range(prompt)).tobytes()
+        sent = StepInput(step, 1.5, arrivals=(Request(7, ids, SamplingParams(max_tokens=3)),) * 2)
+        channel.post(sent if rank == 0 else None)
+        assert channel.receive() == sent
+
+
 def family_differences(models: Path, rank: int, group: dist.ProcessGroup) -> list[Any]:
     """Of each rank of the group: family -> way of computing -> largest difference. Collective in the group."""
     comm = Communicator(rank, group.size(), group)
@@ -73,6 +86,7 @@ def main(models: Path, out: Path) -> int:
     # Keys of its own: `bench load` makes its process group with the plain store, as when it runs alone.
     store, _, _ = next(dist.rendezvous("env://"))
     join_group(ranks, dist.PrefixStore("data plane", store), TIMEOUT_S)
+    check_channel(ranks.rank)
     groups = {size: dist.new_group(list(range(size))) for size in (2, 3, 4)}  # collective, also for who is not in it
     if platform.machine() == "x86_64":  # memory is shared there alone
         check_collectives(ranks, groups)

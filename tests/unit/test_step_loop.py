@@ -97,17 +97,22 @@ class Link:
 
 
 class Counting(StepChannel):
-    """A channel that counts its exchanges and keeps the inputs."""
+    """A channel that keeps the inputs, and how many steps were launched while each was under way."""
 
-    def __init__(self, channel: StepChannel) -> None:
+    def __init__(self, channel: StepChannel, launched: Callable[[], int]) -> None:
         self._channel = channel
+        self._launched = launched
+        self._posted_at = 0
         self.inputs: list[StepInput] = []
+        self.leads: list[int] = []
 
     def post(self, step_input: StepInput | None) -> None:
+        self._posted_at = self._launched()
         self._channel.post(step_input)
 
     def receive(self) -> StepInput:
         self.inputs.append(self._channel.receive())
+        self.leads.append(self._launched() - self._posted_at)
         return self.inputs[-1]
 
 
@@ -125,9 +130,12 @@ class Ranks:
     ) -> None:
         channels: list[StepChannel] = [SoloChannel()] if world_size == 1 else [*MemoryChannel.connect(world_size, 5.0)]
         self.link = link
-        self.channels = [Counting(channel) for channel in channels]
-        self.schedulers = [self._scheduler(overlap) for _ in range(world_size)]
         self.runners = [runner(rank) for rank in range(world_size)]
+        self.channels = [
+            Counting(channel, lambda rank=rank: self.runners[rank].steps)  # type: ignore[misc]
+            for rank, channel in enumerate(channels)
+        ]
+        self.schedulers = [self._scheduler(overlap) for _ in range(world_size)]
         self.errors: dict[int, BaseException] = {}
         self.loops = [
             StepLoop(
@@ -201,6 +209,9 @@ def test_pure_decode_skips_exchanges_and_arrivals_are_seen_in_time() -> None:
     assert len(inputs) < 30
     assert max(step_input.free_steps for step_input in inputs) == MAX_FREE_STEPS
     assert all(not (step_input.arrivals and step_input.free_steps) for step_input in inputs)
+    # While the last of the free steps runs, the next exchange is under way (but not when the work ends before).
+    leads = [lead for before, lead in zip(inputs, ranks.channels[1].leads[1:], strict=False) if before.free_steps]
+    assert leads[:-1] and set(leads[:-1]) == {1}
     assert link.finished.keys() == {1, 2}
 
 
