@@ -167,7 +167,7 @@ def report_of(timings: Timings) -> dict[str, Any]:
 
 @contextmanager
 def started_server(args: argparse.Namespace) -> Iterator[str]:
-    """A server under torchrun; its URL. It is stopped by SIGTERM."""
+    """A server under torchrun; its URL."""
     with tempfile.TemporaryDirectory(prefix="spmd_serve-bench-") as folder:
         address = Path(folder) / "address"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
@@ -185,8 +185,15 @@ def started_server(args: argparse.Namespace) -> Iterator[str]:
             yield url
         finally:
             if server.poll() is None:
-                server.send_signal(signal.SIGTERM)
+                _stop(server.pid)
             server.wait(60)
+
+
+def _stop(torchrun: int) -> None:
+    """SIGTERM to one rank, upon which all of them leave: torchrun itself prints a traceback when it is signalled."""
+    children = Path(f"/proc/{torchrun}/task/{torchrun}/children")
+    ranks = children.read_text().split() if children.exists() else []
+    os.kill(int(ranks[0]) if ranks else torchrun, signal.SIGTERM)
 
 
 @dataclass
