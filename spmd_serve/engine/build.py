@@ -19,7 +19,8 @@ from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
 from spmd_serve.errors import ConfigError
 from spmd_serve.kernels.fp8 import FP8
 from spmd_serve.kernels.packed import activation_dtype, is_fast
-from spmd_serve.models.decoder import Decoder, DecoderContext
+from spmd_serve.models.blocks import DecoderContext
+from spmd_serve.models.decoder import Decoder
 from spmd_serve.models.fp8 import fp8_format
 from spmd_serve.models.model_config import ModelConfig
 from spmd_serve.models.weights import LoadReport, load_weights, open_source

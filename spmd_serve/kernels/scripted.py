@@ -43,7 +43,7 @@ def linear(x: Tensor, w: WEIGHT, bias: Optional[Tensor], scale: Optional[Tensor]
         return residual.add_(out)
     return out
 
-# models/decoder.py, Attention._cache.
+# models/blocks.py, Attention._cache.
 def rotate_and_store(qkv: Tensor, q_heads: int, cos: Optional[Tensor], sin: Optional[Tensor], q_scale: Optional[Tensor],
                      k_scale: Optional[Tensor], eps: float, locations: Tensor, k_cache: Tensor, v_cache: Tensor):
     kv_heads, head_dim = k_cache.size(2), k_cache.size(3)
@@ -80,7 +80,7 @@ def decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Optional[Tensor],
     out = torch.ops.aten.scaled_dot_product_attention(grouped, k, v, mask, 0.0, False, scale=attention_scale)
     return out.reshape(rows, -1)
 
-# models/decoder.py, Attention.__call__ of decoding rows.
+# models/blocks.py, Attention.__call__ of decoding rows.
 def attention(x: Tensor, scale: Optional[Tensor], eps: float, w_qkv: WEIGHT, b_qkv: Optional[Tensor], q_heads: int,
               cos: Optional[Tensor], sin: Optional[Tensor], q_scale: Optional[Tensor], k_scale: Optional[Tensor],
               locations: Tensor, k_cache: Tensor, v_cache: Tensor, pages: Optional[Tensor], first: int,
@@ -91,7 +91,7 @@ def attention(x: Tensor, scale: Optional[Tensor], eps: float, w_qkv: WEIGHT, b_q
     out = decode(q, k_cache, v_cache, pages, first, length, mask, attention_scale)
     return linear(out, w_o, b_o, None, 0.0, "", residual)
 
-# models/decoder.py, MLP.__call__.
+# models/blocks.py, MLP.__call__.
 def mlp(x: Tensor, scale: Optional[Tensor], eps: float, w_gate_up: WEIGHT, b_gate_up: Optional[Tensor], activation: str,
         w_down: WEIGHT, b_down: Optional[Tensor], residual: Optional[Tensor]):
     hidden = linear(x, w_gate_up, b_gate_up, scale, eps, activation, None)

@@ -12,7 +12,8 @@ from spmd_serve.attention.torch_native import TorchAttention
 from spmd_serve.kernels.scripted import ScriptWeight, script_functions
 
 if TYPE_CHECKING:
-    from spmd_serve.models.decoder import DecoderContext, DecoderLayer, StepTensors
+    from spmd_serve.models.blocks import DecoderContext, StepTensors
+    from spmd_serve.models.decoder import DecoderLayer
 
 
 class ScriptedLayers:

@@ -16,7 +16,8 @@ from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import make_partition
 from spmd_serve.engine.kv_cache import KVCache
 from spmd_serve.kernels.fp8 import Fp8Format
-from spmd_serve.models.decoder import Decoder, DecoderContext
+from spmd_serve.models.blocks import DecoderContext
+from spmd_serve.models.decoder import Decoder
 from spmd_serve.models.registry import load_model_config
 from spmd_serve.models.weights import load_weights, open_source
 

@@ -15,7 +15,8 @@ from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import make_partition
 from spmd_serve.engine.grammar import Grammars
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
-from spmd_serve.models.decoder import Decoder, DecoderContext
+from spmd_serve.models.blocks import DecoderContext
+from spmd_serve.models.decoder import Decoder
 from spmd_serve.models.weights import load_weights, open_source
 from spmd_serve.types import NewRow, PrefillChunk, SamplingParams, ScheduledBatch
 
