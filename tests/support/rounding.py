@@ -6,6 +6,7 @@ that every bound follows from what is computed, not from a guess.
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Sequence
 from pathlib import Path
@@ -81,7 +82,10 @@ class Reference:
     @torch.inference_mode()
     def _run(self, model: Any, tokens: Sequence[int]) -> Tensor:
         ids = torch.tensor([tokens], device=self._device)
-        more = {"past_key_values": _fp8_cache()} if self._fp8_kv and model.dtype == torch.bfloat16 else {}
+        more = {}
+        if self._fp8_kv and model.dtype == torch.bfloat16:
+            takes = inspect.signature(model.forward).parameters  # transformers 5.24 renamed it
+            more["cache" if "cache" in takes else "past_key_values"] = _fp8_cache()
         return model(ids, **more).logits[0].float().log_softmax(-1).cpu()
 
 
