@@ -229,8 +229,9 @@ def _serve(
     gc.freeze()  # and no collection walks through it later, which would hold a step up for tens of milliseconds
     gc.enable()
     loop.run()
+    progress.idle()
+    board.gather("stopped", True)  # still watched: a rank that dies now would be waited for
     liveness.leave()
-    board.gather("stopped", True)
     assembly.runner.close()
     if ranks.rank == 0:
         logger.info("stopped: all %d ranks have left the step loop after step %s", ranks.world_size, progress.step)
