@@ -132,7 +132,8 @@ def _run_rank(ranks: RankInfo, config: Config | None, exit_code: int | None, sig
             board.say_gone()
         return 0
     except BaseException as exc:
-        if isinstance(exc, Stopped) or liveness.stopped_while_starting:  # what else fails then is a consequence
+        stopped = isinstance(exc, Stopped) or liveness.stopped_while_starting  # what else fails then is a consequence
+        if stopped and liveness.failure is None:  # else torchrun's SIGTERM is itself the consequence of a failure
             _tell_stopped(board)
             return 0
         return _fail(exc, board, liveness, stack)
