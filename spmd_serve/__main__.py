@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from spmd_serve.config import Config, parse_args
+from spmd_serve.distributed.process import leave_process
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
 from spmd_serve.errors import ConfigError, RankLostError, SpmdServeError
@@ -265,7 +266,8 @@ def _rank0_say_ready(url: str, name: str, config: Config, seconds: float) -> Non
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50})
     key = " -H 'Authorization: Bearer '$SPMD_SERVE_API_KEY" if config.server.api_key else ""
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
-    print(f"spmd_serve: ready at {url} after {seconds:.1f} s; try: {curl}", flush=True)
+    with contextlib.suppress(OSError):  # nobody reads stdout any more, which is no reason not to serve
+        print(f"spmd_serve: ready at {url} after {seconds:.1f} s; try: {curl}", flush=True)
     if config.server.address_file:
         path = Path(config.server.address_file)
         partial = path.with_name(path.name + ".part")
@@ -287,10 +289,7 @@ def run() -> NoReturn:
     code = main()
     if code == 0:
         _leave_word(os.environ)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # All is torn down; what is left are library threads, and the interpreter's own way out may hang or abort on them.
-    os._exit(code)
+    leave_process(code)  # all is torn down
 
 
 if __name__ == "__main__":

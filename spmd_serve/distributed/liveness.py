@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -22,7 +21,7 @@ from spmd_serve.config import ControlOptions
 from spmd_serve.distributed.beats import SLOW_S, TICK_S, Beat, Messenger, Progress
 from spmd_serve.distributed.board import Board, Failure, Peer
 from spmd_serve.distributed.channel import is_peer_error, is_timeout
-from spmd_serve.distributed.process import is_dead, parent_of
+from spmd_serve.distributed.process import is_dead, leave_process, parent_of
 from spmd_serve.distributed.signals import StopSignals
 from spmd_serve.errors import RankLostError, SpmdServeError
 from spmd_serve.types import ServicePhase
@@ -277,9 +276,7 @@ def _exit_after(seconds: float, code: int, why: str) -> None:
     def force() -> None:
         if why:
             logger.warning("%s; leaving by force", why)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave_process(code)
 
     timer = threading.Timer(seconds, force)
     timer.daemon = True
