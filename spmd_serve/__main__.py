@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from spmd_serve.config import Config, parse_args
+from spmd_serve.distributed.process import leave_process
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
 from spmd_serve.errors import ConfigError, RankLostError, SpmdServeError
@@ -132,7 +133,8 @@ def _run_rank(ranks: RankInfo, config: Config | None, exit_code: int | None, sig
             board.say_gone()
         return 0
     except BaseException as exc:
-        if isinstance(exc, Stopped) or liveness.stopped_while_starting:  # what else fails then is a consequence
+        stopped = isinstance(exc, Stopped) or liveness.stopped_while_starting  # what else fails then is a consequence
+        if stopped and liveness.failure is None:  # else torchrun's SIGTERM is itself the consequence of a failure
             _tell_stopped(board)
             return 0
         return _fail(exc, board, liveness, stack)
@@ -229,8 +231,9 @@ def _serve(
     gc.freeze()  # and no collection walks through it later, which would hold a step up for tens of milliseconds
     gc.enable()
     loop.run()
+    progress.idle()
+    board.gather("stopped", True)  # still watched: a rank that dies now would be waited for
     liveness.leave()
-    board.gather("stopped", True)
     assembly.runner.close()
     if ranks.rank == 0:
         logger.info("stopped: all %d ranks have left the step loop after step %s", ranks.world_size, progress.step)
@@ -263,7 +266,8 @@ def _rank0_say_ready(url: str, name: str, config: Config, seconds: float) -> Non
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50})
     key = " -H 'Authorization: Bearer '$SPMD_SERVE_API_KEY" if config.server.api_key else ""
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
-    print(f"spmd_serve: ready at {url} after {seconds:.1f} s; try: {curl}", flush=True)
+    with contextlib.suppress(OSError):  # nobody reads stdout any more, which is no reason not to serve
+        print(f"spmd_serve: ready at {url} after {seconds:.1f} s; try: {curl}", flush=True)
     if config.server.address_file:
         path = Path(config.server.address_file)
         partial = path.with_name(path.name + ".part")
@@ -285,10 +289,7 @@ def run() -> NoReturn:
     code = main()
     if code == 0:
         _leave_word(os.environ)
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # All is torn down; what is left are library threads, and the interpreter's own way out may hang or abort on them.
-    os._exit(code)
+    leave_process(code)  # all is torn down
 
 
 if __name__ == "__main__":

@@ -62,9 +62,14 @@ class _OfflineLink:
         self._on_tokens: Callable[[int], None] | None = None
 
     def submit(
-        self, requests: list[Request], results: dict[int, Generation], on_tokens: Callable[[int], None] | None
+        self,
+        requests: list[Request],
+        results: dict[int, Generation],
+        on_tokens: Callable[[int], None] | None,
+        refusal: str = "",
     ) -> None:
-        self._requests, self._results, self._error, self._on_tokens = requests, results, "", on_tokens
+        """`refusal`: why some of the results have no request; raised when the others have ended."""
+        self._requests, self._results, self._error, self._on_tokens = requests, results, refusal, on_tokens
 
     def drain(self) -> tuple[list[Request], list[Abort]]:
         requests, self._requests = self._requests, []
@@ -113,7 +118,11 @@ class LLM:
         torch.set_num_threads(config.engine.threads or threads_per_rank(self._ranks))
         # A store of its own: in torchrun's there may be addresses of an LLM that this process has closed.
         join_group(self._ranks, open_board(self._ranks).store, config.control.control_timeout)
-        self._assembly = assemble(make_plan(config, self._ranks), self._ranks)
+        try:
+            self._assembly = assemble(make_plan(config, self._ranks), self._ranks)
+        except BaseException:
+            leave_group()  # or this process could make no other LLM
+            raise
         self._config = self._assembly.plan.config
         self._tokenizer: Tokenizer | None = None
         tokenizer_file = self._assembly.plan.folder / "tokenizer.json"
@@ -152,12 +161,18 @@ class LLM:
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         results: dict[int, Generation] = {}
         requests = []
+        refusal = ""
+        vocab_size = self._assembly.plan.model.vocab_size
         for prompt, sampling in zip(prompts, each, strict=True):
             ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
             results[self._next_uid] = Generation(ids)
-            requests.append(Request(self._next_uid, array("i", ids).tobytes(), sampling))
+            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+                bad = min(ids) if min(ids) < 0 else max(ids)
+                refusal = f"a prompt has the token id {bad}; ids go from 0 to {vocab_size - 1}"
+            else:
+                requests.append(Request(self._next_uid, array("i", ids).tobytes(), sampling))
             self._next_uid += 1
-        self._link.submit(requests, results, on_tokens)
+        self._link.submit(requests, results, on_tokens, refusal)
         self._loop.run(until_idle=True)
         self._link.raise_error()
         if self._tokenizer is not None:

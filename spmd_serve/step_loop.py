@@ -120,7 +120,8 @@ class StepLoop:
             self._step += 1
             if batch is not None:
                 in_flight.append((batch, self._runner.launch(batch)))  # tensor collectives: all ranks, the same batch
-            if free_steps == POST_AHEAD and self._posted is None:
+            # With no work left rank 0 would wait for requests here, before it publishes why the last one ended.
+            if free_steps == POST_AHEAD and scheduler.has_work and self._posted is None:
                 self._post()  # collective: all ranks, for the same steps
             if in_flight and (len(in_flight) > self._depth or batch is None):
                 done, pending = in_flight.popleft()
@@ -174,7 +175,8 @@ class StepLoop:
     def _rank0_input(self, link: Link) -> StepInput:
         """The next step's input: waits while there is nothing to do, at most for the heartbeat interval."""
         scheduler = self._scheduler
-        if not scheduler.has_work and self._requested_phase() is self._phase:
+        # A drain waits for nobody: its wake may have come together with the last request.
+        if not scheduler.has_work and self._phase is self._requested_phase() is ServicePhase.RUN:
             self._progress.idle()
             link.wait(self._control.heartbeat_interval)
         arrivals, aborts = link.drain()

@@ -27,6 +27,7 @@ COLLECTIVES = (
     "/spmd_serve/distributed/channel.py",
 )
 STDLIB = os.path.dirname(os.__file__) + "/"
+PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"  # may itself be in site-packages
 
 
 class Progress:
@@ -178,7 +179,8 @@ def main_thread_location() -> tuple[str, bool]:
     while frame is not None:
         name = frame.f_code.co_filename
         waits = waits or any(part in name for part in COLLECTIVES)
-        if not place and "/site-packages/" not in name and not name.startswith(STDLIB):
+        foreign = "/site-packages/" in name or name.startswith((STDLIB, "<"))  # "<frozen runpy>"
+        if not place and (name.startswith(PACKAGE) or not foreign):
             place = f"{os.path.basename(name)}:{frame.f_lineno} in {frame.f_code.co_name}"
         frame = frame.f_back
     return place, waits

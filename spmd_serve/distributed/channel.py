@@ -165,9 +165,15 @@ def is_peer_error(exc: BaseException) -> bool:
     return isinstance(exc, RuntimeError) and any(sign in str(exc).lower() for sign in _LOSS_SIGNS)
 
 
+def is_timeout(exc: BaseException) -> bool:
+    """Whether an exception, of those that `is_peer_error` knows, says that a rank did not come in time."""
+    first_line = str(exc).partition("\n")[0].lower()
+    return isinstance(exc, ControlTimeoutError) or any(sign in first_line for sign in _TIMEOUT_SIGNS)
+
+
 def peer_error(exc: RuntimeError) -> RankLostError | ControlTimeoutError:
     """The error of ours for what a collective raised."""
     first_line = str(exc).splitlines()[0] if str(exc) else type(exc).__name__
-    if any(sign in first_line.lower() for sign in _TIMEOUT_SIGNS):
+    if is_timeout(exc):
         return ControlTimeoutError(f"the other ranks did not answer within --control-timeout ({first_line})")
     return RankLostError(f"the connection to another rank broke ({first_line})")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import logging
 import os
 import signal
-import sys
 import threading
 import time
 import traceback
@@ -19,10 +18,10 @@ from collections.abc import Callable, Mapping
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from spmd_serve.config import ControlOptions
-from spmd_serve.distributed.beats import TICK_S, Beat, Messenger, Progress
+from spmd_serve.distributed.beats import SLOW_S, TICK_S, Beat, Messenger, Progress
 from spmd_serve.distributed.board import Board, Failure, Peer
-from spmd_serve.distributed.channel import is_peer_error
-from spmd_serve.distributed.process import is_dead, parent_of
+from spmd_serve.distributed.channel import is_peer_error, is_timeout
+from spmd_serve.distributed.process import is_dead, leave_process, parent_of
 from spmd_serve.distributed.signals import StopSignals
 from spmd_serve.errors import RankLostError, SpmdServeError
 from spmd_serve.types import ServicePhase
@@ -71,6 +70,7 @@ class Liveness:
         self._wake: Callable[[], None] = lambda: None
         self._leaving = False
         self._suspects = False
+        self._timed_out = False
         self._reported_at = 0.0
         self._settled = threading.Event()
         self._last_look = time.monotonic()
@@ -93,7 +93,7 @@ class Liveness:
         return self._control is None and self.phase is not ServicePhase.RUN
 
     def leave(self) -> None:
-        """This rank leaves the step loop: ranks that go from now on are no failure, and nobody is to be woken."""
+        """This rank needs the others no longer: ranks that go from now on are no failure, and nobody is to be woken."""
         self._leaving = True
         self._wake = lambda: None
 
@@ -108,6 +108,8 @@ class Liveness:
         own = Failure(self._own.rank, self._own.hostname, kind, message, details)
         if is_peer_error(exc):
             self._suspects = True
+            self._timed_out = is_timeout(exc)
+            self._progress.idle()  # this rank is not the one that the others wait for
             self._signals.poke()
             self._settled.wait(EXPLAIN_S)
         deadline = time.monotonic() + EXPLAIN_S
@@ -195,22 +197,31 @@ class Liveness:
         if longest is not None and now - heard[longest] > limit:
             peer = self._peers[longest]
             return self._silent(peer, now - heard[longest])
-        if control is None or self._own.rank > 0 or not self._progress.busy:
+        if control is None:
             return None
-        return (
-            self._name_stuck(now, control.step_timeout) if now - self._progress.since > control.step_timeout else None
-        )
+        if self._timed_out:
+            return self._name_stuck(now, "--control-timeout", control.control_timeout)
+        if self._own.rank == 0 and self._progress.busy and now - self._progress.since > control.step_timeout:
+            return self._name_stuck(now, "--step-timeout", control.step_timeout)
+        return None
 
-    def _name_stuck(self, now: float, limit: float) -> Failure:
-        """Rank 0's step does not end: name who holds it up."""
-        rank = holds_up(self._messenger.beats)
-        beat = self._messenger.beats[rank]
+    def _name_stuck(self, now: float, option: str, limit: float) -> Failure | None:
+        """The step does not end: who holds it up. None if that cannot be told yet, or (on followers) it is not rank 0."""
+        beats = self._messenger.beats
+        if not beats:
+            return None
+        rank = holds_up(beats)
+        beat = beats[rank]
+        if self._own.rank > 0 and (beat.waits or not beat.busy):
+            return None
         silent = now - self._messenger.heard.get(rank, now)
         if silent > min(SUSPECT_SILENCE_S, limit - 2 * TICK_S):
             # Stopped in this step, so its silence is not quite as old as the step. It cannot end itself: lost, not hanging.
             return self._silent(self._peers[rank], silent)
+        if beat.busy and beat.age <= SLOW_S and now - self._progress.since <= limit + SLOW_S:
+            return None  # too young to say whether it waits itself
         others = "; all ranks wait for each other" if beat.waits else ""
-        message = f"step {beat.step} for {beat.age:.1f} s (--step-timeout is {limit:g}) at {beat.where}{others}"
+        message = f"step {beat.step} for {beat.age:.1f} s ({option} is {limit:g}) at {beat.where}{others}"
         return self._blame(self._peers[rank], "hangs", message)
 
     def _silent(self, peer: Peer, seconds: float) -> Failure:
@@ -265,9 +276,7 @@ def _exit_after(seconds: float, code: int, why: str) -> None:
     def force() -> None:
         if why:
             logger.warning("%s; leaving by force", why)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(code)
+        leave_process(code)
 
     timer = threading.Timer(seconds, force)
     timer.daemon = True

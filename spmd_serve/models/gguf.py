@@ -19,6 +19,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from filelock import FileLock
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -128,7 +129,10 @@ def _write_folder(file: GgufFile, folder: Path, progress: bool) -> None:
 
     def flush() -> None:
         name = f"model-{len(set(weight_map.values())) + 1:05}.safetensors"
-        save_file(shard, folder / name, metadata={"format": "pt"})
+        try:
+            save_file(shard, folder / name, metadata={"format": "pt"})
+        except SafetensorError as error:  # its way to say that the disk is full
+            raise OSError(str(error)) from error
         weight_map.update(dict.fromkeys(shard, name))
         shard.clear()
 

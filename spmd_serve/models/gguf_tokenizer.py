@@ -56,7 +56,8 @@ def write_tokenizer(architecture: str, meta: Mapping[str, Any], folder: Path) ->
     Raises:
         UnsupportedModelError: a kind of vocabulary that is not known.
     """
-    build_tokenizer(architecture, meta).save(str(folder / "tokenizer.json"))
+    # Not by its own `save`, whose errors are plain Exceptions.
+    (folder / "tokenizer.json").write_text(build_tokenizer(architecture, meta).to_str(pretty=True), encoding="utf-8")
     tokens = {kind: token_string(meta, name) for kind, name in _SPECIAL.items()}
     config = {
         "tokenizer_class": "PreTrainedTokenizerFast",

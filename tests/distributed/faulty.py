@@ -4,6 +4,7 @@ Environment:
     FAULT        what to do wrong, on rank FAULT_RANK (1 unless set):
                  software   reports another version of torch
                  slowload   loads for a minute
+                 badload    finds the model damaged while the others load for a minute
                  slow       steps take four times as long
                  raise, token, hang, stop, kill    in a step: raises, samples another token, hangs, SIGSTOP, SIGKILL
     STEP_TIME    seconds that a step takes
@@ -51,6 +52,7 @@ def _replace_runner() -> None:
     import torch
 
     from spmd_serve import assembly
+    from spmd_serve.errors import ModelError
     from spmd_serve.types import ScheduledBatch, StepTokens
 
     class Step:
@@ -100,6 +102,10 @@ def _replace_runner() -> None:
     def build_runner(config: object, model: object, folder: object, comm: object, device: object) -> TinyRunner:
         if FAULT == "slowload":
             print("loading slowly", flush=True)
+            time.sleep(60)
+        if FAULT == "badload":
+            raise ModelError("injected into the loading")
+        if os.environ.get("FAULT") == "badload":
             time.sleep(60)
         return TinyRunner(comm)
 

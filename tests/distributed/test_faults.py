@@ -62,6 +62,18 @@ def test_a_killed_rank_leaves_no_survivor_even_without_torchrun(start_job: Start
     assert f"rank {rank} ({HOST}) is lost: its process is gone" in job.log
 
 
+def test_a_rank_that_is_killed_while_the_others_stop_is_named(start_job: StartJob) -> None:
+    """torchrun's SIGTERM may be the first that an idle rank hears of another one's end."""
+    job = start_job(*SHORT, ranks=3).await_ready()
+    began = time.monotonic()
+    job.signal_rank(2, signal.SIGKILL)
+    job.signal_rank(0, signal.SIGTERM)
+    assert job.await_end(10) != 0
+    job.note("kill -9 of a rank in a job that stops", time.monotonic() - began)
+    assert f"rank 2 ({HOST}) is lost: its process is gone" in job.log
+    assert "RankLostError: rank 2" not in job.log.split("ChildFailedError")[0]  # nobody takes the blame for it
+
+
 def test_a_killed_agent_leaves_no_orphan(start_job: StartJob) -> None:
     job = start_job().await_ready()
     began = time.monotonic()

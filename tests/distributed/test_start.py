@@ -71,6 +71,16 @@ def test_a_model_that_one_host_lacks(start_job: StartJob, tmp_path: Path) -> Non
     assert "Traceback" not in job.log
 
 
+def test_a_rank_that_cannot_load_is_the_last_word_of_those_that_still_do(start_job: StartJob) -> None:
+    """torchrun then ends them by SIGTERM, which is no stop that somebody asked for."""
+    job = start_job(env={"FAULT": "badload"})
+    assert job.await_end(60) != 0
+    (line,) = error_lines(job)
+    assert line.endswith(f"rank 1 ({socket.gethostname()}): injected into the loading")
+    assert "stopped while starting" not in job.log
+    assert job.log.count("exitcode  : 2") == 2
+
+
 def test_ranks_with_other_software(start_job: StartJob) -> None:
     job = start_job(bare=TWO, env={"FAULT": "software"})
     assert job.await_end(60) == 2

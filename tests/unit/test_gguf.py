@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -250,6 +251,22 @@ def test_a_failed_conversion_leaves_nothing(tmp_path: Path, own_cache: Path, mon
             conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
     assert [p for p in own_cache.iterdir() if p.is_dir()] == []
     assert conversion.convert_gguf(tmp_path / "m.gguf", progress=False).is_dir()
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "model-00001.safetensors"])
+def test_a_full_disk_is_said_whichever_library_finds_it_full(
+    tmp_path: Path, own_cache: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    write_gguf(tmp_path / "m.gguf")
+    size = (conversion.convert_gguf(tmp_path / "m.gguf", progress=False) / name).stat().st_size
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "other"))
+    unlimited = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size - 1, unlimited[1]))
+    try:
+        with pytest.raises(ModelError, match="XDG_CACHE_HOME"):
+            conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, unlimited)
 
 
 def test_split_files(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from spmd_serve.distributed.channel import MemoryChannel, SoloChannel, StepChann
 from spmd_serve.distributed.ranks import RankInfo
 from spmd_serve.errors import RankDivergenceError
 from spmd_serve.scheduler.scheduler import Scheduler
-from spmd_serve.step_loop import MAX_FREE_STEPS, StepLoop
+from spmd_serve.step_loop import MAX_FREE_STEPS, POST_AHEAD, StepLoop
 from spmd_serve.types import (
     Abort,
     FinishReason,
@@ -39,12 +40,14 @@ def request(uid: int, max_tokens: int = 8, prompt: int = 5) -> Request:
 class Runner:
     """Tokens are a function of the row and its place; `wrong_at` changes one, from that step on."""
 
-    def __init__(self, wrong_at: int | None = None) -> None:
+    def __init__(self, wrong_at: int | None = None, step_time: float = 0.0) -> None:
         self.wrong_at = wrong_at
+        self.step_time = step_time
         self.steps = 0
 
     def launch(self, batch: ScheduledBatch) -> Runner.Pending:
         self.steps += 1
+        time.sleep(self.step_time)
         slots = [*batch.decode_slots, *(chunk.slot for chunk in batch.chunks if chunk.samples)]
         tokens = [10 + slot for slot in slots]
         if self.wrong_at is not None and batch.step >= self.wrong_at and tokens:
@@ -66,7 +69,8 @@ class Link:
         self.script = dict(script)
         self.stop_after = stop_after
         self.expected = {r.uid for requests in script.values() for r in requests}
-        self.drains = self.waits = 0
+        self.drains = 0
+        self.finished_at_wait: list[set[int]] = []  # what had been published when the loop came to wait for requests
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, tuple[FinishReason, str]] = {}
         self.states: list[ServiceState] = []
@@ -76,7 +80,7 @@ class Link:
         return self.script.pop(self.drains, []), []
 
     def wait(self, timeout_s: float) -> bool:
-        self.waits += 1
+        self.finished_at_wait.append(set(self.finished))
         return False
 
     def publish(self, output: StepOutput) -> None:
@@ -215,6 +219,17 @@ def test_pure_decode_skips_exchanges_and_arrivals_are_seen_in_time() -> None:
     assert link.finished.keys() == {1, 2}
 
 
+def test_an_end_in_the_exchange_is_published_before_the_next_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    # The next exchange would set out in the step of the one before.
+    monkeypatch.setattr(StepLoop, "_rank0_free_steps", lambda self: POST_AHEAD)
+    endless = replace(request(1, 100), deadline=time.monotonic() + 0.05)
+    link = Link({1: [endless]})
+    ranks = Ranks(2, link, runner=lambda rank: Runner(step_time=0.005)).run()
+    assert not ranks.errors
+    assert link.finished == {1: (FinishReason.ERROR, "timeout")}
+    assert link.finished_at_wait == [set()]
+
+
 def test_alone_no_stretch_is_announced() -> None:
     ranks = Ranks(1, Link({1: [request(1, 50)]}), control=replace(CONTROL, sync_latency=10.0)).run()
     assert {step_input.free_steps for step_input in ranks.channels[0].inputs} == {0}
@@ -239,6 +254,13 @@ def test_a_drain_lets_running_requests_end_and_refuses_new_ones() -> None:
     assert set(phases) == set(ServicePhase)
 
 
+def test_a_drain_without_work_waits_for_nothing() -> None:
+    link = Link({1: [request(1)]}, stop_after=1)  # the request comes together with the signal, and is refused
+    Ranks(2, link).run()
+    assert link.finished == {1: (FinishReason.ERROR, "draining")}
+    assert len(link.finished_at_wait) == 1
+
+
 @pytest.mark.parametrize("overlap", [False, True])
 def test_what_does_not_end_within_the_drain_ends_with_an_error(overlap: bool) -> None:
     link = Link({1: [request(1, 100)]}, stop_after=5)
@@ -250,5 +272,5 @@ def test_what_does_not_end_within_the_drain_ends_with_an_error(overlap: bool) ->
 def test_an_idle_rank_0_sends_heartbeats() -> None:
     link = Link({}, stop_after=4)
     ranks = Ranks(2, link).run()
-    assert link.waits == 4
+    assert len(link.finished_at_wait) == 4
     assert len(ranks.channels[1].inputs) == 4

@@ -1,0 +1,42 @@
+"""What each of two ranks of test_llm.py runs: the offline API, with errors in between.
+
+torchrun --nproc-per-node=2 tests/distributed/llm_ranks.py OUT
+"""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from spmd_serve.errors import ModelError, RequestError
+from spmd_serve.llm import LLM
+from spmd_serve.types import SamplingParams
+
+PROMPT = "The capital of France is"
+PARAMS = SamplingParams(max_tokens=4, temperature=0.0)
+OPTIONS = ("--num-pages", "16", "--max-batch-tokens", "64", "--control-timeout", "20")
+
+
+def main() -> None:
+    said: list[str] = []
+    llm = LLM(*OPTIONS)
+    for prompts in ([PROMPT], [PROMPT, [5] * 3000], [[2**40], PROMPT], [[-1]], [PROMPT]):
+        try:
+            said += [result.text for result in llm.generate(prompts, PARAMS)]
+        except RequestError as exc:
+            said.append(str(exc))
+    llm.close()
+    llm.close()
+    try:
+        LLM("--model", "/nowhere")
+    except ModelError as exc:
+        said.append(str(exc))
+    llm = LLM(*OPTIONS)
+    said += [result.text for result in llm.generate([PROMPT], PARAMS)]
+    llm.close()
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[1]).write_text(json.dumps(said))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,23 @@
+"""The offline API under torchrun: what cannot be served is said, and neither it nor a failed start spoils what follows."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from pathlib import Path
+
+from support.plain_job import torchrun
+
+
+def test_errors_leave_the_ranks_in_step(tmp_path: Path) -> None:
+    out = tmp_path / "said.json"
+    script = str(Path(__file__).with_name("llm_ranks.py"))
+    done = subprocess.run(torchrun(2, script, str(out)), capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-4000:]
+    first, too_long, too_large, negative, second, no_model, of_the_next_llm = json.loads(out.read_text())
+    assert "Paris" in first
+    assert second == of_the_next_llm == first
+    assert "the prompt has 3000 tokens; at most 256 fit" in too_long
+    assert too_large == f"a prompt has the token id {2**40}; ids go from 0 to 49151"
+    assert negative == "a prompt has the token id -1; ids go from 0 to 49151"
+    assert "/nowhere" in no_model
