@@ -120,7 +120,8 @@ class StepLoop:
             self._step += 1
             if batch is not None:
                 in_flight.append((batch, self._runner.launch(batch)))  # tensor collectives: all ranks, the same batch
-            if free_steps == POST_AHEAD and self._posted is None:
+            if free_steps == POST_AHEAD and self._posted is None and scheduler.has_work:
+                # Without work rank 0 would wait for requests here, with what has just ended not published yet.
                 self._post()  # collective: all ranks, for the same steps
             if in_flight and (len(in_flight) > self._depth or batch is None):
                 done, pending = in_flight.popleft()

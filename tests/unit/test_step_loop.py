@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from array import array
 from collections.abc import Callable
 from dataclasses import replace
@@ -15,7 +16,7 @@ from spmd_serve.distributed.channel import MemoryChannel, SoloChannel, StepChann
 from spmd_serve.distributed.ranks import RankInfo
 from spmd_serve.errors import RankDivergenceError
 from spmd_serve.scheduler.scheduler import Scheduler
-from spmd_serve.step_loop import MAX_FREE_STEPS, StepLoop
+from spmd_serve.step_loop import MAX_FREE_STEPS, POST_AHEAD, StepLoop
 from spmd_serve.types import (
     Abort,
     FinishReason,
@@ -37,14 +38,16 @@ def request(uid: int, max_tokens: int = 8, prompt: int = 5) -> Request:
 
 
 class Runner:
-    """Tokens are a function of the row and its place; `wrong_at` changes one, from that step on."""
+    """Tokens are a function of the row and its place; `wrong_at` changes one, from that step on. A step takes `step_time` s."""
 
-    def __init__(self, wrong_at: int | None = None) -> None:
+    def __init__(self, wrong_at: int | None = None, step_time: float = 0.0) -> None:
         self.wrong_at = wrong_at
+        self.step_time = step_time
         self.steps = 0
 
     def launch(self, batch: ScheduledBatch) -> Runner.Pending:
         self.steps += 1
+        time.sleep(self.step_time)
         slots = [*batch.decode_slots, *(chunk.slot for chunk in batch.chunks if chunk.samples)]
         tokens = [10 + slot for slot in slots]
         if self.wrong_at is not None and batch.step >= self.wrong_at and tokens:
@@ -76,6 +79,8 @@ class Link:
         return self.script.pop(self.drains, []), []
 
     def wait(self, timeout_s: float) -> bool:
+        coming = {r.uid for requests in self.script.values() for r in requests}
+        assert self.expected - coming <= self.finished.keys(), "rank 0 waits, and somebody waits for what it has"
         self.waits += 1
         return False
 
@@ -213,6 +218,18 @@ def test_pure_decode_skips_exchanges_and_arrivals_are_seen_in_time() -> None:
     leads = [lead for before, lead in zip(inputs, ranks.channels[1].leads[1:], strict=False) if before.free_steps]
     assert leads[:2] == [1, 1] and set(leads[2:]) <= {0, 1}
     assert link.finished.keys() == {1, 2}
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_deadline_is_told_at_once_though_exchanges_set_out_ahead(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Also where the exchange that ends the last request leaves no more steps than the next one sets out ahead."""
+    monkeypatch.setattr(StepLoop, "_rank0_free_steps", lambda self: POST_AHEAD)
+    link = Link({1: [replace(request(1, 100), deadline=time.monotonic() + 0.1)]})
+    ranks = Ranks(2, link, overlap=overlap, runner=lambda rank: Runner(step_time=0.005)).run()
+    assert not ranks.errors
+    assert link.finished[1] == (FinishReason.ERROR, "timeout")
 
 
 def test_alone_no_stretch_is_announced() -> None:
