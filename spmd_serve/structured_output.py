@@ -55,7 +55,8 @@ class CompiledGrammars:
         self._limits = llguidance.LLParserLimits(
             max_grammar_size=MAX_SYMBOLS, max_items_in_row=MAX_ROW_ITEMS, verbose_errors=False
         )
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # for _kept; never held for long
+        self._compiling = threading.Lock()
         self._kept: OrderedDict[str, Compiled] = OrderedDict()
 
     @property
@@ -69,15 +70,27 @@ class CompiledGrammars:
         Raises:
             ModelError: there is no tokenizer, or llguidance cannot work with it.
         """
-        with self._lock:  # two threads with the same text: one compiles
+        found = self.find(grammar)
+        if found is None:
+            with self._compiling:  # two threads with the same text: one compiles
+                found = self.find(grammar) or self._compile(grammar)
+                with self._lock:
+                    self._kept[grammar] = found
+                    if len(self._kept) > KEPT:
+                        self._kept.popitem(last=False)
+        return found
+
+    def find(self, grammar: str) -> Compiled | None:
+        """The grammar if it was compiled before; never waits for one that is being compiled."""
+        with self._lock:
             found = self._kept.get(grammar)
-            if found is None:
-                found = self._kept[grammar] = self._compile(grammar)
-                if len(self._kept) > KEPT:
-                    self._kept.popitem(last=False)
-            else:
+            if found is not None:
                 self._kept.move_to_end(grammar)
             return found
+
+    def await_tokenizer(self) -> None:
+        """Wait for what the first grammar needs. Raises ModelError as `compile` does."""
+        self._tokenizer.result()
 
     def _compile(self, grammar: str) -> Compiled:
         self._tokenizer.result()

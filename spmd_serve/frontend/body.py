@@ -28,7 +28,7 @@ class BodyReader:
 
         Raises:
             RequestError: encoded (415), too large (413), too slow (408), cut off (400).
-            OverloadedError: all bodies together are too large now.
+            OverloadedError: all bodies together are too large now, or the server stops before this one has come.
         """
         held = 0
         try:
@@ -55,6 +55,8 @@ class BodyReader:
                         parts.append(part)
             except TimeoutError:
                 raise RequestError(f"the body did not come within {READ_TIMEOUT:g} s", status=408) from None
+            except asyncio.CancelledError:  # uvicorn's, when the time for open requests is up
+                raise OverloadedError("the server is shutting down", retry_after=5) from None
             except ClientDisconnect:
                 raise RequestError("the client left before the body was complete") from None
             yield b"".join(parts)

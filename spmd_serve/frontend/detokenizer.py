@@ -195,12 +195,15 @@ class StopSearch:
         self._state = 0
         self._held = ""
 
-    def feed(self, text: str) -> tuple[str, bool]:
-        """(text that may be shown, whether a stop string was completed). After True nothing more may be fed."""
+    def feed(self, text: str, may_stop: bool = True) -> tuple[str, bool]:
+        """(text that may be shown, whether a stop string was completed). After True nothing more may be fed.
+
+        Without `may_stop`, what `text` completes is passed over; what begins in it may be completed later.
+        """
         stops, state = self._stops, self._state
         for position, char in enumerate(text):
             state = stops.next(state, char)
-            if stops.match[state]:
+            if may_stop and stops.match[state]:
                 whole = self._held + text[: position + 1]
                 self._held = ""
                 return (whole if self._include else whole[: len(whole) - stops.match[state]]), True

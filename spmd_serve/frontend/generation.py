@@ -123,10 +123,10 @@ class Choice:
         text = self.step(token)
         if not text:
             return False
-        if self.search is None or self.num_tokens <= self.min_tokens:
+        if self.search is None:
             self.text += text
             return False
-        text, matched = self.search.feed(text)
+        text, matched = self.search.feed(text, self.num_tokens > self.min_tokens)
         self.text += text
         return matched
 

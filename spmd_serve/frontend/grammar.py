@@ -11,21 +11,23 @@ from __future__ import annotations
 import json
 import math
 import re
+from concurrent.futures import Future, ThreadPoolExecutor
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
 import llguidance
 import orjson
 
-from spmd_serve.errors import ModelError, RequestError
+from spmd_serve.errors import ModelError, OverloadedError, RequestError
 from spmd_serve.frontend.schemas import Generate
 from spmd_serve.frontend.tokenizer import TextTokenizer
-from spmd_serve.structured_output import MAX_SYMBOLS, CompiledGrammars
+from spmd_serve.structured_output import MAX_SYMBOLS, Compiled, CompiledGrammars
 from spmd_serve.types import ModelInfo
 
 MAX_SOURCE = 64 * 1024  # bytes of a schema, regex or grammar; a constant of 60,000 characters costs 0.04 s a mask
 MAX_NESTING = 64  # of a JSON schema
 MAX_COMPILE_SECONDS = 0.2  # of CPU time; what is within MAX_SYMBOLS and ordinary takes up to 0.05 s
+COMPILE_PATIENCE = 2.0  # seconds that a request waits for its grammar; `.*` 16,000 times takes 30 s, within all limits
 MAX_MULTIPLE = 10_000
 JSON_DEFAULTS: Any = {"whitespace_flexible": False}  # free whitespace lets a model emit blanks until max_tokens
 
@@ -35,12 +37,16 @@ class GrammarCompiler:
 
     def __init__(self, tokenizer: TextTokenizer, info: ModelInfo) -> None:
         self._grammars = CompiledGrammars(tokenizer.folder, info.vocab_size, info.eos_token_ids)
+        # A thread of its own, because nothing ends llguidance's work: tokenizer threads must not be held up by it.
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammar")
+        self._costly: Future[Compiled] | None = None  # that nobody waits for any more
 
     def compile(self, body: Generate) -> str | None:
         """The grammar that `body` asks for; None when it asks for none.
 
         Raises:
             RequestError: two grammars, one that is not valid or too large, or a tokenizer that does not allow any.
+            OverloadedError: it would have to wait for another request's grammar.
         """
         sources = list(_sources(body))
         if not sources:
@@ -52,7 +58,7 @@ class GrammarCompiler:
         try:
             grammar = _serialise(kind, source, field)
             _check_multiples(grammar)
-            compiled = self._grammars.compile(grammar)
+            compiled = self._compiled(grammar, field, kind)
             problem = compiled.problem
         except ModelError as error:
             raise RequestError(str(error), param=field) from None
@@ -73,6 +79,27 @@ class GrammarCompiler:
                 param=field,
             )
         return grammar
+
+    def _compiled(self, grammar: str, field: str, kind: str) -> Compiled:
+        """Compiled before, or now within COMPILE_PATIENCE."""
+        found = self._grammars.find(grammar)
+        if found is not None:
+            return found
+        self._grammars.await_tokenizer()
+        busy = OverloadedError("the grammar of another request is being compiled; try later")
+        if self._costly is not None and not self._costly.done():
+            raise busy
+        future = self._thread.submit(self._grammars.compile, grammar)
+        try:
+            return future.result(COMPILE_PATIENCE)
+        except TimeoutError:
+            if future.cancel():  # it has not begun
+                raise busy from None
+            self._costly = future
+            raise RequestError(
+                f"{field} is too complex a {kind}: compiling it takes more than {COMPILE_PATIENCE:g} s; make it smaller",
+                param=field,
+            ) from None
 
 
 def _sources(body: Generate) -> list[tuple[str, str, Any]]:

@@ -109,6 +109,23 @@ def test_a_body_that_never_comes(start: Start, monkeypatch: pytest.MonkeyPatch) 
         assert sender.recv(65536).startswith(b"HTTP/1.1 408")
 
 
+def test_a_body_that_has_not_come_when_the_server_stops(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    """Whether a body was announced whole or in chunks: its client hears what any other does, and the log has no traceback."""
+    service = start()
+    heads = (b"Content-Length: 100", b"Transfer-Encoding: chunked")
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(address(service), timeout=20)) for _ in heads]
+        for connection, head in zip(connections, heads, strict=True):
+            connection.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n" + head + b"\r\n\r\n1\r\n{")
+        time.sleep(0.1)  # for the server to have read it: nothing shows when
+        service.close()
+        for connection in connections:
+            received = connection.recv(1 << 16)
+            assert received.startswith(b"HTTP/1.1 503 ") and b"retry-after: 5" in received
+            assert b"the server is shutting down" in received
+    assert not [record for record in caplog.records if record.exc_info]
+
+
 def test_connections_are_bounded(start: Start) -> None:
     service = start(Config(server=ServerOptions(max_connections=5)))
     with contextlib.ExitStack() as stack:

@@ -75,6 +75,8 @@ def joined(stream: Any) -> tuple[str, str | None, Any, int]:
         ({"stop": "never said"}, TEXT, "stop", COUNT + 1),
         ({"stop": "dog.!"}, TEXT, "stop", COUNT + 1),
         ({"stop": "The", "min_tokens": 2, "max_tokens": 3}, "The quick brown", "length", 3),
+        ({"stop": "he quick", "min_tokens": 1}, "T", "stop", 2),
+        ({"stop": ["he q", "quick b"], "min_tokens": 2}, "The ", "stop", 3),
         ({"stop_token_ids": [bundled_tokenizer().encode(TEXT)[2]]}, "The quick", "stop", 3),
         ({"ignore_eos": True, "max_tokens": COUNT + 2}, TEXT + "The", "length", COUNT + 2),
         (

@@ -301,6 +301,17 @@ def test_stop_at_the_very_start_and_inside_a_token() -> None:
     assert StopSearch(StopStrings(["b"]), True).feed("abc") == ("ab", True)
 
 
+@pytest.mark.parametrize("include", [False, True])
+def test_a_stop_string_that_begins_where_none_may_end(include: bool) -> None:
+    search = StopSearch(StopStrings(["ab", "bcd", "bab"]), include)
+    assert search.feed("xab", False) == ("x", False)  # more than was completed may begin in it
+    assert search.feed("c", False) == ("a", False)
+    assert search.feed("d!") == ("bcd" if include else "", True)
+    search = StopSearch(StopStrings(["ab"]), include)
+    assert search.feed("ab", False) == ("", False)
+    assert search.feed("c") == ("abc", False)
+
+
 def test_long_stop_strings_take_linear_time() -> None:
     """The worst case of a naive search: every position nearly matches."""
     search = StopSearch(StopStrings(["a" * 1000 + "b"] * 16), False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
 from array import array
 from functools import cache
 from pathlib import Path
@@ -18,12 +19,12 @@ from tokenizers.models import WordLevel
 from spmd_serve.config import SchedulerOptions
 from spmd_serve.engine.grammar import Grammars, GrammarState
 from spmd_serve.engine.row_extras import RowExtras
-from spmd_serve.errors import RequestError
+from spmd_serve.errors import OverloadedError, RequestError
 from spmd_serve.frontend.grammar import MAX_MULTIPLE, MAX_NESTING, MAX_SOURCE, GrammarCompiler
 from spmd_serve.frontend.schemas import CompletionBody
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.scheduler.scheduler import Scheduler
-from spmd_serve.structured_output import KEPT, CompiledGrammars
+from spmd_serve.structured_output import KEPT, Compiled, CompiledGrammars
 from spmd_serve.types import FinishReason, NewRow, Request, SamplingParams, StepInput, StepOutput, StepTokens
 
 SCHEMA = {
@@ -169,6 +170,36 @@ def test_what_is_wrong_is_refused(compiler: GrammarCompiler, param: str, fields:
     assert caught.value.status == 400
     assert caught.value.param == param
     assert len(caught.value.message) < 1500
+
+
+def test_a_grammar_that_takes_long_holds_up_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused while it is still being compiled, new ones meanwhile with 503, and known ones are served."""
+    compiler = GrammarCompiler(bundled_tokenizer(), fake_info())
+    known = compiled(compiler, guided_regex="known")
+    began, go_on = threading.Event(), threading.Event()
+    really = CompiledGrammars._compile
+
+    def compile_slowly(self: CompiledGrammars, grammar: str) -> Compiled:
+        if "slow" in grammar:
+            began.set()
+            go_on.wait(20)
+        return really(self, grammar)
+
+    monkeypatch.setattr(CompiledGrammars, "_compile", compile_slowly)
+    monkeypatch.setattr("spmd_serve.frontend.grammar.COMPILE_PATIENCE", 0.2)
+    try:
+        with pytest.raises(RequestError, match="too complex a regex") as refused:
+            compiled(compiler, guided_regex="slow")
+        assert (refused.value.status, refused.value.param, began.is_set()) == (400, "guided_regex", True)
+        with pytest.raises(OverloadedError):
+            compiled(compiler, guided_regex="new")
+        assert compiled(compiler, guided_regex="known") == known
+    finally:
+        go_on.set()
+    monkeypatch.setattr("spmd_serve.frontend.grammar.COMPILE_PATIENCE", 20)
+    assert compiler._costly is not None
+    compiler._costly.result(20)
+    assert compiled(compiler, guided_regex="new") is not None
 
 
 # ---- what both sides share ---------------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ def request(uid: int, max_tokens: int = 8, prompt: int = 5) -> Request:
 
 
 class Runner:
-    """Tokens are a function of the row and its place; `wrong_at` changes one, from that step on."""
+    """Tokens are a function of the row and its place; `wrong_at` changes one, from that step on. A step takes `step_time` s."""
 
     def __init__(self, wrong_at: int | None = None, step_time: float = 0.0) -> None:
         self.wrong_at = wrong_at
@@ -70,7 +70,7 @@ class Link:
         self.stop_after = stop_after
         self.expected = {r.uid for requests in script.values() for r in requests}
         self.drains = 0
-        self.finished_at_wait: list[set[int]] = []  # what had been published when the loop came to wait for requests
+        self.waits = 0
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, tuple[FinishReason, str]] = {}
         self.states: list[ServiceState] = []
@@ -80,7 +80,9 @@ class Link:
         return self.script.pop(self.drains, []), []
 
     def wait(self, timeout_s: float) -> bool:
-        self.finished_at_wait.append(set(self.finished))
+        self.waits += 1
+        coming = {r.uid for requests in self.script.values() for r in requests}
+        assert self.expected - coming <= self.finished.keys(), "rank 0 waits, and somebody waits for what it has"
         return False
 
     def publish(self, output: StepOutput) -> None:
@@ -219,15 +221,16 @@ def test_pure_decode_skips_exchanges_and_arrivals_are_seen_in_time() -> None:
     assert link.finished.keys() == {1, 2}
 
 
-def test_an_end_in_the_exchange_is_published_before_the_next_one_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The next exchange would set out in the step of the one before.
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_deadline_is_told_at_once_though_exchanges_set_out_ahead(
+    monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """Also where the exchange that ends the last request leaves no more steps than the next one sets out ahead."""
     monkeypatch.setattr(StepLoop, "_rank0_free_steps", lambda self: POST_AHEAD)
-    endless = replace(request(1, 100), deadline=time.monotonic() + 0.05)
-    link = Link({1: [endless]})
-    ranks = Ranks(2, link, runner=lambda rank: Runner(step_time=0.005)).run()
+    link = Link({1: [replace(request(1, 100), deadline=time.monotonic() + 0.1)]})
+    ranks = Ranks(2, link, overlap=overlap, runner=lambda rank: Runner(step_time=0.005)).run()
     assert not ranks.errors
-    assert link.finished == {1: (FinishReason.ERROR, "timeout")}
-    assert link.finished_at_wait == [set()]
+    assert link.finished[1] == (FinishReason.ERROR, "timeout")
 
 
 def test_alone_no_stretch_is_announced() -> None:
@@ -258,7 +261,7 @@ def test_a_drain_without_work_waits_for_nothing() -> None:
     link = Link({1: [request(1)]}, stop_after=1)  # the request comes together with the signal, and is refused
     Ranks(2, link).run()
     assert link.finished == {1: (FinishReason.ERROR, "draining")}
-    assert len(link.finished_at_wait) == 1
+    assert link.waits == 1
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -272,5 +275,5 @@ def test_what_does_not_end_within_the_drain_ends_with_an_error(overlap: bool) ->
 def test_an_idle_rank_0_sends_heartbeats() -> None:
     link = Link({}, stop_after=4)
     ranks = Ranks(2, link).run()
-    assert len(link.finished_at_wait) == 4
+    assert link.waits == 4
     assert len(ranks.channels[1].inputs) == 4
