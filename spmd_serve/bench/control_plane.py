@@ -44,6 +44,8 @@ def main(argv: Sequence[str]) -> int:
     if args.worker == "decode":
         return _decode_worker([int(size) for size in args.batch.split(",")], args.decode_tokens, args.options)
     counts = [int(count) for count in args.ranks.split(",")]
+    if min(counts) < 2 or args.decode_tokens < 8:
+        parser.error("an exchange needs --ranks of 2 or more, and decode steps --decode-tokens of 8 or more")
     print(
         f"one exchange, microseconds on rank 0, p50 / p99 of {args.rounds}; requests carry {PROMPT} token ids",
         flush=True,

@@ -110,12 +110,13 @@ class _KeyGuard:
 
     def __init__(self, app: ASGIApp, key: str) -> None:
         self._app = app
-        self._expected = b"Bearer " + key.encode()
+        self._expected = key.encode()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["path"] not in OPEN_PATHS:
             given = dict(scope["headers"]).get(b"authorization", b"")
-            if not hmac.compare_digest(given, self._expected):
+            scheme, _, token = given.partition(b" ")  # the scheme's case does not matter (RFC 9110, 11.1)
+            if scheme.lower() != b"bearer" or not hmac.compare_digest(token.lstrip(b" "), self._expected):
                 error = RequestError("wrong or missing API key (Bearer token)", status=401, code="invalid_api_key")
                 await error_response(error)(scope, receive, send)
                 return

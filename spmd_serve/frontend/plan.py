@@ -27,6 +27,7 @@ from spmd_serve.types import ModelInfo, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions without max_tokens
 GREEDY_BELOW = 1e-5  # temperatures under it would overflow logits / T
+MAX_TOKENIZED = 2**20  # characters of /tokenize: more would hold a tokenizer thread for seconds
 MAX_PROMPT_LOGPROBS = 2**20  # log-probabilities of prompt tokens in one answer: each costs some 10 us and 100 bytes
 
 
@@ -156,6 +157,11 @@ class Planner:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
         if body.prompt is not None:
+            if len(body.prompt) > MAX_TOKENIZED:
+                raise RequestError(
+                    f"the prompt has {len(body.prompt)} characters; at most {MAX_TOKENIZED} are tokenized in one request, split it",
+                    param="prompt",
+                )
             ids = self._tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         else:
             ids = self.chat_ids(body)

@@ -52,8 +52,9 @@ def test_api_key(start: Start) -> None:
     client = openai.OpenAI(base_url=f"{service.url}/v1", api_key="wrong", max_retries=0)
     with client, pytest.raises(openai.AuthenticationError):
         client.models.list()
-    response = service.http.post("/v1/completions", json=BODY, headers={"authorization": "Bearer sécret".encode()})
-    assert response.status_code == 200
+    for scheme in ("Bearer", "bearer"):
+        headers = {"authorization": f"{scheme} sécret".encode()}
+        assert service.http.post("/v1/completions", json=BODY, headers=headers).status_code == 200
 
 
 def test_cors_is_off_by_default_and_by_origin(service: FakeService, start: Start) -> None:

@@ -416,6 +416,13 @@ def test_models(service: FakeService) -> None:
     assert caught.value.body["code"] == "model_not_found"
 
 
+def test_what_would_take_seconds_to_tokenize_is_refused(service: FakeService) -> None:
+    response = service.http.post("/tokenize", json={"prompt": "a " * 600_000})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"] == "prompt"
+    assert "at most 1048576" in response.json()["error"]["message"]
+
+
 def test_tokenize_round_trip(service: FakeService) -> None:
     answer = service.http.post("/tokenize", json={"prompt": TEXT}).json()
     assert answer["count"] == COUNT == len(answer["tokens"])
