@@ -156,7 +156,7 @@ class LLM:
             on_tokens: called on rank 0 with the number of tokens that came out, step by step; for progress.
 
         Raises:
-            RequestError: a prompt cannot be served (too long, say); the others have ended.
+            RequestError: a prompt cannot be served (too long, say, or its params are wrong); the others have ended.
         """
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         results: dict[int, Generation] = {}
@@ -169,6 +169,8 @@ class LLM:
             if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
                 bad = min(ids) if min(ids) < 0 else max(ids)
                 refusal = f"a prompt has the token id {bad}; ids go from 0 to {vocab_size - 1}"
+            elif problem := sampling.problem(vocab_size):
+                refusal = problem
             else:
                 requests.append(Request(self._next_uid, array("i", ids).tobytes(), sampling))
             self._next_uid += 1

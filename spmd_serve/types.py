@@ -30,7 +30,7 @@ class ServicePhase(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
-    """How one request is sampled. All values are validated by the frontend; `seed` is always concrete.
+    """How one request is sampled. All values are validated by the frontend, or by `problem`; `seed` is always concrete.
 
     A sampled token is a pure function of (logits, these, seed, position).
     """
@@ -68,6 +68,29 @@ class SamplingParams:
             and self.prompt_logprobs is None
             and self.grammar is None
         )
+
+    def problem(self, vocab_size: int) -> str:
+        """What is wrong with the values, with the field's name; empty if nothing is. The bounds are those of the HTTP API."""
+        ids = [*self.stop_token_ids, *(token for token, _ in self.logit_bias)]
+        bounds = {
+            "max_tokens": (self.max_tokens >= 1, "1 or more"),
+            "temperature": (0 <= self.temperature <= 100, "from 0 to 100"),
+            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
+            "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
+            "seed": (0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
+            "min_tokens": (0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
+            "presence_penalty": (-2 <= self.presence_penalty <= 2, "from -2 to 2"),
+            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "from -2 to 2"),
+            "repetition_penalty": (0 < self.repetition_penalty <= 100, "above 0 and at most 100"),
+            "logprobs": ((self.logprobs or 0) >= 0, "0 or more"),
+            "prompt_logprobs": ((self.prompt_logprobs or 0) >= 0, "0 or more"),
+            "stop_token_ids": (
+                all(0 <= i < vocab_size for i in ids),
+                f"(like logit_bias) ids from 0 to {vocab_size - 1}",
+            ),
+        }
+        return next((f"{name} must be {what}" for name, (right, what) in bounds.items() if not right), "")
 
 
 @dataclass(frozen=True, slots=True)

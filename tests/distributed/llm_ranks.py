@@ -25,6 +25,10 @@ def main() -> None:
             said += [result.text for result in llm.generate(prompts, PARAMS)]
         except RequestError as exc:
             said.append(str(exc))
+    try:
+        llm.generate([PROMPT, PROMPT], [PARAMS, SamplingParams(max_tokens=4, temperature=-1.0)])
+    except RequestError as exc:
+        said.append(str(exc))
     llm.close()
     llm.close()
     try:

@@ -14,10 +14,11 @@ def test_errors_leave_the_ranks_in_step(tmp_path: Path) -> None:
     script = str(Path(__file__).with_name("llm_ranks.py"))
     done = subprocess.run(torchrun(2, script, str(out)), capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-4000:]
-    first, too_long, too_large, negative, second, no_model, of_the_next_llm = json.loads(out.read_text())
+    first, too_long, too_large, negative, second, cold, no_model, of_the_next_llm = json.loads(out.read_text())
     assert "Paris" in first
     assert second == of_the_next_llm == first
     assert "the prompt has 3000 tokens; at most 256 fit" in too_long
     assert too_large == f"a prompt has the token id {2**40}; ids go from 0 to 49151"
     assert negative == "a prompt has the token id -1; ids go from 0 to 49151"
+    assert cold == "temperature must be from 0 to 100"
     assert "/nowhere" in no_model

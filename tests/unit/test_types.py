@@ -1,0 +1,42 @@
+"""Sampling parameters that no frontend has checked."""
+
+from typing import Any
+
+import pytest
+
+from spmd_serve.types import SamplingParams
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("max_tokens", 0),
+        ("temperature", -0.1),
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("top_k", -1),
+        ("top_p", 0.0),
+        ("top_p", float("nan")),
+        ("min_p", 1.5),
+        ("seed", -1),
+        ("seed", 2**63),
+        ("min_tokens", 11),
+        ("presence_penalty", 3.0),
+        ("frequency_penalty", -2.5),
+        ("repetition_penalty", 0.0),
+        ("logprobs", -1),
+        ("prompt_logprobs", -1),
+        ("stop_token_ids", (50,)),
+    ],
+)
+def test_the_field_at_fault_is_named(name: str, value: Any) -> None:
+    assert SamplingParams(**{"max_tokens": 10} | {name: value}).problem(50).startswith(f"{name} must be ")
+
+
+def test_ordinary_values_are_no_problem() -> None:
+    assert SamplingParams(10).problem(50) == ""
+    everything = SamplingParams(
+        10, 0.0, 5, 0.9, 0.1, 2**63 - 1, (49,), True, 10, 2.0, -2.0, 1.2, ((0, -5.0),), 0, 3, None
+    )
+    assert everything.problem(50) == ""
+    assert "ids from 0 to 49" in SamplingParams(10, logit_bias=((50, 1.0),)).problem(50)
