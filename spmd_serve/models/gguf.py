@@ -2,11 +2,12 @@
 
 The converted copy holds dequantised weights under Hugging Face's names, config.json, generation_config.json and the
 tokenizer with its chat template. Its folder is named after the source's path, size and mtime, so a copy of another file
-(or of an older conversion) is never used.
+(or of an older conversion) is never used, nor is one whose files are not as long as they were.
 """
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import json
 import logging
@@ -31,6 +32,7 @@ from spmd_serve.models.progress import byte_progress
 
 logger = logging.getLogger(__name__)
 
+_SIZES = "sizes.json"  # of the other files in a converted copy
 CONVERSION_VERSION = 1  # raise it whenever a conversion would come out differently
 _SHARD_BYTES = 4 * 2**30
 # Quantised weights are exact in float32 alone. A model above this size is computed in 16 bits anyway, and its copy
@@ -78,19 +80,23 @@ def convert_gguf(path: Path, *, progress: bool) -> Path:
     root = cache_root() / "gguf"
     stem = f"{path.stem}-{_digest(str(path.resolve()))}"
     folder = root / f"{stem}-{_content_key(path)}"
-    if folder.exists():
+    if _is_whole(folder):
         return folder
     try:
         root.mkdir(parents=True, exist_ok=True)
         with FileLock(root / f"{stem}.lock"):
-            if folder.exists():
+            if _is_whole(folder):
                 return folder
-            for stale in root.glob(f"{stem}-*"):
-                shutil.rmtree(stale, ignore_errors=True)
-            scratch = Path(tempfile.mkdtemp(prefix=".converting-", dir=root))
+            # Of other versions of the file, damaged, or left by a conversion that was killed.
+            for pattern in (f"{glob.escape(stem)}-*", f".converting-{glob.escape(stem)}-*"):
+                for stale in root.glob(pattern):
+                    shutil.rmtree(stale, ignore_errors=True)
+            scratch = Path(tempfile.mkdtemp(prefix=f".converting-{stem}-", dir=root))
             try:
                 started = time.perf_counter()
                 _write_folder(GgufFile(path), scratch, progress)
+                sizes = {file.name: file.stat().st_size for file in sorted(scratch.iterdir())}
+                (scratch / _SIZES).write_text(json.dumps(sizes))
                 os.replace(scratch, folder)
             finally:
                 shutil.rmtree(scratch, ignore_errors=True)
@@ -101,6 +107,15 @@ def convert_gguf(path: Path, *, progress: bool) -> Path:
         ) from error
     logger.info("converted %s in %.1f s, kept in %s", path.name, time.perf_counter() - started, folder)
     return folder
+
+
+def _is_whole(folder: Path) -> bool:
+    """Whether all files of the converted copy are there, as long as they were."""
+    try:
+        sizes = json.loads((folder / _SIZES).read_text())
+        return all((folder / name).stat().st_size == size for name, size in sizes.items())
+    except (OSError, ValueError):
+        return False
 
 
 def cache_root() -> Path:

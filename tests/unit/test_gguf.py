@@ -215,6 +215,24 @@ def test_second_start_uses_the_copy_and_a_changed_file_does_not(tmp_path: Path, 
     assert [p for p in own_cache.iterdir() if p.is_dir()] == [second]
 
 
+def test_a_damaged_copy_is_made_again(tmp_path: Path, own_cache: Path) -> None:
+    path = tmp_path / "m [1].gguf"
+    write_gguf(path)
+    folder = conversion.convert_gguf(path, progress=False)
+    whole = {file.name: file.read_bytes() for file in folder.iterdir()}
+    (own_cache / f".converting-{folder.name.rpartition('-')[0]}-killed").mkdir()
+    (own_cache / ".converting-other-abc").mkdir()  # somebody else's, at work
+    for damage in (
+        lambda: os.truncate(folder / "model-00001.safetensors", 100),
+        lambda: (folder / "tokenizer.json").unlink(),
+        lambda: (folder / "sizes.json").write_text("{"),
+    ):
+        damage()
+        assert conversion.convert_gguf(path, progress=False) == folder
+        assert {file.name: file.read_bytes() for file in folder.iterdir()} == whole
+    assert {p.name for p in own_cache.iterdir() if p.is_dir()} == {folder.name, ".converting-other-abc"}
+
+
 def test_two_servers_that_start_together_convert_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_gguf(tmp_path / "m.gguf")
     written = []
