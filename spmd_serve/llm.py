@@ -28,8 +28,8 @@ from spmd_serve.distributed.board import open_board
 from spmd_serve.distributed.channel import make_channel
 from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.errors import RequestError
-from spmd_serve.step_loop import StepLoop
-from spmd_serve.types import Abort, FinishReason, Request, SamplingParams, ServiceState, StepOutput, TokenLogprobs
+from spmd_serve.step_loop import GivenLink, StepLoop
+from spmd_serve.types import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 
 
 @dataclass
@@ -52,11 +52,11 @@ class Generation:
     text: str = ""
 
 
-class _OfflineLink:
+class _OfflineLink(GivenLink):
     """Stands where the frontend's link stands in the server: takes requests in a batch, outputs go into a dict."""
 
     def __init__(self) -> None:
-        self._requests: list[Request] = []
+        super().__init__([])
         self._results: dict[int, Generation] = {}
         self._error = ""
         self._on_tokens: Callable[[int], None] | None = None
@@ -70,16 +70,6 @@ class _OfflineLink:
     ) -> None:
         """`refusal`: why some of the results have no request; raised when the others have ended."""
         self._requests, self._results, self._error, self._on_tokens = requests, results, refusal, on_tokens
-
-    def drain(self) -> tuple[list[Request], list[Abort]]:
-        requests, self._requests = self._requests, []
-        return requests, []
-
-    def wait(self, timeout_s: float) -> bool:
-        return bool(self._requests)
-
-    def set_state(self, state: ServiceState, reason: str = "") -> None:
-        pass
 
     def publish(self, output: StepOutput) -> None:
         now = time.perf_counter()

@@ -55,6 +55,23 @@ class Link(Protocol):
     def set_state(self, state: ServiceState, reason: str = "") -> None: ...
 
 
+class GivenLink:
+    """What a Link does for requests that are all there at once; `publish` is the subclass's."""
+
+    def __init__(self, requests: list[Request]) -> None:
+        self._requests = requests
+
+    def drain(self) -> tuple[list[Request], list[Abort]]:
+        requests, self._requests = self._requests, []
+        return requests, []
+
+    def wait(self, timeout_s: float) -> bool:
+        return bool(self._requests)
+
+    def set_state(self, state: ServiceState, reason: str = "") -> None:
+        pass
+
+
 class StepLoop:
     """Runs steps until rank 0 announces the stop.
 

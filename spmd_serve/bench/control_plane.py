@@ -19,7 +19,8 @@ from dataclasses import replace
 from spmd_serve.config import parse_args
 from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.channel import StepChannel
-from spmd_serve.types import Abort, Request, SamplingParams, ServiceState, StepInput, StepOutput
+from spmd_serve.step_loop import GivenLink, StepLoop
+from spmd_serve.types import Request, SamplingParams, StepInput, StepOutput
 
 PROMPT = 512  # token ids in the prompt of a request that is exchanged
 REQUESTS = (0, 1, 16)
@@ -113,23 +114,13 @@ def _quantile(samples: list[float], share: float) -> float:
 # ---- decode steps ---------------------------------------------------------------------------------------------------
 
 
-class _Link:
+class _Link(GivenLink):
     """Brings one batch of requests, and notes when the steps that compute nothing but decodes are done."""
 
     def __init__(self, requests: list[Request]) -> None:
-        self._requests = requests
+        super().__init__(requests)
         self._last = 0.0
         self.steps: list[float] = []
-
-    def drain(self) -> tuple[list[Request], list[Abort]]:
-        requests, self._requests = self._requests, []
-        return requests, []
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def set_state(self, state: ServiceState, reason: str = "") -> None:
-        pass
 
     def publish(self, output: StepOutput) -> None:
         now = time.perf_counter()
@@ -168,7 +159,6 @@ def _decode_worker(batches: list[int], tokens: int, options: list[str]) -> int:
     from spmd_serve.assembly import assemble, make_plan, make_scheduler
     from spmd_serve.distributed.channel import make_channel
     from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
-    from spmd_serve.step_loop import StepLoop
 
     ranks = rank_info(os.environ)
     config = parse_args(options)

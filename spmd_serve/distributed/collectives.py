@@ -90,9 +90,8 @@ class Communicator:
 
     def all_reduce_add_(self, tensor: Tensor, residual: Tensor) -> Tensor:
         """residual += the sum over ranks of `tensor`, which may be overwritten; returns `residual`. Collective."""
-        if self._symmetric is not None and self._symmetric.takes_add(tensor):
-            return self._symmetric.add_(tensor, residual)
-        return residual.add_(self.all_reduce(tensor))
+        added = None if self._symmetric is None else self._symmetric.add_(tensor, residual)
+        return residual.add_(self.all_reduce(tensor)) if added is None else added
 
     def adds_at_once(self, tensor: Tensor) -> bool:
         """Whether `all_reduce_add_` of such a tensor costs no more than its sum alone."""

@@ -84,10 +84,13 @@ class SymmetricAllReduce:
         """Whether `add_` is the best way for such a tensor."""
         return self._way(tensor) in _PUSHES
 
-    def add_(self, tensor: Tensor, residual: Tensor) -> Tensor:
-        """residual += the sum over ranks, rounded once. Only where `takes_add` says so."""
+    def add_(self, tensor: Tensor, residual: Tensor) -> Tensor | None:
+        """residual += the sum over ranks, rounded once; None where another way is better."""
+        way = self._way(tensor)
+        if way not in _PUSHES:
+            return None
         assert self._peers is not None
-        return self._peers.all_reduce(tensor, self._way(tensor), residual)
+        return self._peers.all_reduce(tensor, way, residual)  # collective
 
     def best_index(self, values: Tensor, indices: Tensor) -> Tensor | None:
         """See Communicator.best_index; None where the kernel is not available."""

@@ -31,7 +31,7 @@ from spmd_serve.config import parse_args
 from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.channel import make_channel
 from spmd_serve.distributed.ranks import RankInfo, join_group, leave_group, rank_info
-from spmd_serve.step_loop import StepLoop
+from spmd_serve.step_loop import GivenLink, StepLoop
 from spmd_serve.types import (
     Abort,
     FinishReason,
@@ -45,11 +45,11 @@ from spmd_serve.types import (
 TIMEOUT_S = 60.0
 
 
-class Given:
+class Given(GivenLink):
     """Rank 0's link for requests that all come at once; `tokens` and `logprobs` by uid."""
 
     def __init__(self) -> None:
-        self._requests: list[Request] = []
+        super().__init__([])
         self.tokens: dict[int, list[int]] = {}
         self.logprobs: dict[int, list[float]] = {}
 
@@ -57,16 +57,6 @@ class Given:
         self._requests = requests
         for request in requests:
             self.tokens[request.uid], self.logprobs[request.uid] = [], []
-
-    def drain(self) -> tuple[list[Request], list[Abort]]:
-        requests, self._requests = self._requests, []
-        return requests, []
-
-    def wait(self, timeout_s: float) -> bool:
-        return True
-
-    def set_state(self, state: ServiceState, reason: str = "") -> None:
-        pass
 
     def publish(self, output: StepOutput) -> None:
         for i, (uid, token) in enumerate(zip(output.uids, output.tokens, strict=True)):
