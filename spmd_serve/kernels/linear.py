@@ -34,6 +34,7 @@ def linear(
     norm: Norm | None = None,
     activation: str | None = None,
     residual: Tensor | None = None,
+    following: Norm | None = None,
 ) -> Tensor:
     """residual + activation(norm(x) @ weight.T + bias), where each of the four may be left out.
 
@@ -43,20 +44,33 @@ def linear(
         bias: [out].
         activation: silu or gelu_tanh: the gated one, act(gate) * up; the first half of weight's rows is the gate.
         residual: [tokens, out], contiguous; updated in place and returned. Not together with activation.
+        following: the norm of the updated residual is returned in its place.
 
     Returns:
         [tokens, out], or [tokens, out / 2] with an activation.
     """
     assert residual is None or activation is None
+    assert following is None or residual is not None
     if x.is_cuda and x.dtype == torch.bfloat16:
         from spmd_serve.kernels.gpu import linear as gpu
 
         scale, eps = (None, 0.0) if norm is None else (norm.scale, norm.eps)
         assert isinstance(weight, Tensor)
-        fused = gpu.skinny_linear(x, weight, bias, scale, eps, activation, residual)
+        fused = gpu.skinny_linear(x, weight, bias, scale, eps, activation, residual, following)
         if fused is not None:
             return fused
-    return linear_torch(x, weight, bias, norm, activation, residual)
+    out = linear_torch(x, weight, bias, norm, activation, residual)
+    return out if following is None else rms_norm(out, following.scale, following.eps)
+
+
+def takes_following(x: Tensor, weight: CpuWeight) -> bool:
+    """Whether the norm after a layer whose output is added to the residual costs no kernel of its own, for as many tokens as x has."""
+    if not x.is_cuda or x.dtype != torch.bfloat16:
+        return False
+    from spmd_serve.kernels.gpu import linear as gpu
+
+    assert isinstance(weight, Tensor)
+    return gpu.wide_config(len(x), *weight.shape, gated=False, added=True) is not None
 
 
 def linear_torch(

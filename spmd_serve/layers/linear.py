@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from spmd_serve.kernels.fp8 import Fp8Format, Fp8Weight, fp8_linear, takes_gate
-from spmd_serve.kernels.linear import Norm, linear
+from spmd_serve.kernels.linear import Norm, linear, takes_following
 from spmd_serve.kernels.packed import CpuWeight, pack
 from spmd_serve.kernels.scripted import ScriptWeight, script_weight
 from spmd_serve.layers.norm import RMSNorm
@@ -59,21 +59,30 @@ class Linear:
         activation: str | None = None,
         residual: Tensor | None = None,
         gate: str | None = None,
+        following: RMSNorm | None = None,
     ) -> Tensor:
         """residual + activation(norm(x) @ weight.T + bias); x: [tokens, in] -> [tokens, out].
 
         activation (silu or gelu_tanh) is the gated one and halves the output. `residual` is updated in place and
         returned. One kernel where that pays, several elsewhere. gate: the gated activation of x ([tokens, 2 * in]) that
-        comes first, where `takes_gate` says so.
+        comes first, where `takes_gate` says so. following: the norm of the updated residual is returned in its place, where
+        `takes_following` says so.
         """
         before = None if norm is None else Norm(norm.scale, norm.eps)
         if isinstance(self.weight, Fp8Weight):
+            assert following is None
             return fp8_linear(
                 x, self.weight, bias=self.bias, norm=before, activation=activation, residual=residual, gate=gate
             )
         assert gate is None
         weight = self.weight if self._packed is None else self._packed
-        return linear(x, weight, bias=self.bias, norm=before, activation=activation, residual=residual)
+        after = None if following is None else Norm(following.scale, following.eps)
+        return linear(x, weight, bias=self.bias, norm=before, activation=activation, residual=residual, following=after)
+
+    def takes_following(self, x: Tensor) -> bool:
+        """Whether, for as many tokens as x has, the norm after this layer costs no kernel of its own."""
+        weight = self.weight if self._packed is None else self._packed
+        return not isinstance(weight, Fp8Weight) and takes_following(x, weight)
 
     def takes_gate(self, x: Tensor) -> bool:
         """Whether, for as many tokens as x has, the activation before this layer is better left to it."""

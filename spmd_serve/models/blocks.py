@@ -121,10 +121,11 @@ class Attention:
         *,
         norm: RMSNorm | None = None,
         residual: Tensor | None = None,
+        following: RMSNorm | None = None,
     ) -> Tensor:
         """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given.
 
-        Collective where the model norms over all heads.
+        following: see Linear. Collective where the model norms over all heads.
         """
         if self._q_heads == 0:
             if self.heads_norm is not None:
@@ -135,7 +136,7 @@ class Attention:
         if self.heads_norm is not None:
             qkv = self.heads_norm(qkv)
         out = self._attend(qkv, step, k_cache, v_cache)
-        return self.o(out.view(x.shape[0], -1), residual=residual)
+        return self.o(out.view(x.shape[0], -1), residual=residual, following=following)
 
     def _attend(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """K and V into the cache, and each row's attention: [tokens, q_heads, head_dim]."""
@@ -242,12 +243,22 @@ class MLP:
         self.gate_up = ctx.linear(model.hidden_size, 2 * len(columns), bias=model.mlp_bias)
         self.down = ctx.linear(len(columns), model.hidden_size, bias=model.mlp_bias and ctx.partition.rank == 0)
 
-    def __call__(self, x: Tensor, *, norm: RMSNorm | None = None, residual: Tensor | None = None) -> Tensor:
-        """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given."""
+    def __call__(
+        self,
+        x: Tensor,
+        *,
+        norm: RMSNorm | None = None,
+        residual: Tensor | None = None,
+        following: RMSNorm | None = None,
+    ) -> Tensor:
+        """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given.
+
+        following: see Linear.
+        """
         activation = self._ctx.model.activation
         if self.down.takes_gate(x):
             return self.down(self.gate_up(x, norm=norm), gate=activation, residual=residual)
-        return self.down(self.gate_up(x, norm=norm, activation=activation), residual=residual)
+        return self.down(self.gate_up(x, norm=norm, activation=activation), residual=residual, following=following)
 
     def pack(self) -> None:
         self.gate_up.pack()

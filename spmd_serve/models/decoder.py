@@ -69,6 +69,24 @@ class DecoderLayer:
             comm.all_reduce_add_(self.attention(stream, step, kv, norm=self.attention_pre), stream)
             comm.all_reduce_add_(self.mlp(stream, norm=self.mlp_pre), stream)
 
+    def takes_following(self, x: Tensor) -> bool:
+        """Whether `accumulate_ahead_` is better than `accumulate_` for as many tokens as x has."""
+        mlp = self.mlp
+        if self._ctx.comm.world_size > 1 or not self.can_accumulate or not isinstance(mlp, MLP):
+            return False
+        return self.attention.o.takes_following(x) and mlp.down.takes_following(x)
+
+    def accumulate_ahead_(
+        self, stream: Tensor, normed: Tensor, step: StepTensors, kv: Pair, following: RMSNorm
+    ) -> Tensor:
+        """The layer with residual add and the norm after it in one kernel.
+
+        normed: the norm of the residual stream that this layer takes; returns `following`'s, that of the next layer.
+        """
+        assert isinstance(self.mlp, MLP)
+        normed = self.attention(normed, step, kv, residual=stream, following=self.mlp_pre)
+        return self.mlp(normed, residual=stream, following=following)
+
     def linears(self) -> tuple[Linear | None, ...]:
         """qkv, o, gate_up, down; None in the place of experts."""
         mlp = (self.mlp.gate_up, self.mlp.down) if isinstance(self.mlp, MLP) else (None, None)
@@ -127,7 +145,15 @@ class Decoder:
             x = x * self._embed_scale
         if self._scripted is not None and self._scripted.decode_(x, step, kv):
             return self.norm(x)
-        if self.layers[0].can_accumulate and self._ctx.comm.adds_at_once(x):
+        first = self.layers[0]
+        if all(layer.takes_following(x) for layer in self.layers):
+            norms = [layer.attention_pre for layer in self.layers[1:]] + [self.norm]
+            normed = _add_norm(x, None, first.attention_pre)[0]
+            for layer, following, caches in zip(self.layers, norms, kv, strict=True):
+                assert following is not None
+                normed = layer.accumulate_ahead_(x, normed, step, caches, following)
+            return normed
+        if first.can_accumulate and self._ctx.comm.adds_at_once(x):
             for layer, caches in zip(self.layers, kv, strict=True):
                 layer.accumulate_(x, step, caches)
             return self.norm(x)

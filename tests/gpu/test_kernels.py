@@ -11,6 +11,7 @@ if not torch.cuda.is_available():
 from spmd_serve.kernels.activation import gated_activation
 from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention, decode_attention_torch
 from spmd_serve.kernels.gpu.linear import MmaConfig, mma
+from spmd_serve.kernels.gpu.wide import WideConfig, add_parts_, wide_linear
 from spmd_serve.kernels.gumbel import gumbel_argmax, gumbel_argmax_cpu
 from spmd_serve.kernels.linear import Norm, linear
 from spmd_serve.kernels.norm import add_rms_norm_, rms_norm
@@ -18,6 +19,7 @@ from spmd_serve.kernels.rope_cache import rope_and_cache, rope_and_cache_torch
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
+WHOLE = 227 << 10  # of a multiprocessor's shared memory
 
 
 @pytest.fixture(autouse=True)
@@ -34,6 +36,10 @@ def assert_near(got: torch.Tensor, expected: torch.Tensor, limit: float = 6e-3) 
     assert got.shape == expected.shape
     error = (got.double() - expected.double()).norm() / expected.double().norm()
     assert error < limit, f"relative error {error:.2e}"  # NaN fails
+
+
+def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
+    return torch.nn.functional.gelu(x, approximate="tanh")
 
 
 def reference_norm(x: torch.Tensor, scale: torch.Tensor, eps: float) -> torch.Tensor:
@@ -56,7 +62,7 @@ def test_norms(tokens: int, size: int) -> None:
 def test_gated_activation(kind: str, size: int) -> None:
     x = rand(19, 2 * size) * 3
     gate, up = x.float().chunk(2, -1)
-    act = torch.nn.functional.silu(gate) if kind == "silu" else torch.nn.functional.gelu(gate, approximate="tanh")
+    act = torch.nn.functional.silu(gate) if kind == "silu" else tanh_gelu(gate)
     assert_near(gated_activation(x, kind), act * up)
 
 
@@ -105,6 +111,59 @@ def test_every_way_to_share_a_layer_out(features: int, size: int, tokens: int) -
             ran += 1
             assert_near(got, gated, 8e-3)
     assert ran > 8
+
+
+@pytest.mark.parametrize("tokens", [1, 17, 50, 64])
+@pytest.mark.parametrize(
+    ("features", "size", "activation", "configs"),
+    [
+        (64, 64, None, [WideConfig(32), WideConfig(64), WideConfig(8)]),
+        (4096, 1024, None, [WideConfig(32), WideConfig(64, room=WHOLE), WideConfig(32, 4, parts=True)]),
+        (
+            1024,
+            2048,
+            None,
+            [WideConfig(32, 4, parts=True), WideConfig(40, 3, parts=True), WideConfig(64, 8, parts=True)],
+        ),
+        (3072, 1024, "silu", [WideConfig(24), WideConfig(24, early=False), WideConfig(48)]),
+        (17408, 5120, "silu", [WideConfig(132, room=WHOLE), WideConfig(66)]),
+        (
+            5120,
+            17408,
+            None,
+            [WideConfig(40), WideConfig(80, 2, parts=True), WideConfig(160, 4, room=WHOLE, parts=True)],
+        ),
+        (5000, 1000, None, [WideConfig(250, room=WHOLE), WideConfig(98)]),
+        (1002, 520, "gelu_tanh", [WideConfig(54), WideConfig(160, room=WHOLE)]),
+    ],
+)
+def test_wide(features: int, size: int, activation: str | None, configs: list[WideConfig], tokens: int) -> None:
+    """Tiles that end beyond the last row or column, rows of a wider matrix, weights one after the other."""
+    x = rand(tokens, size + 8)[:, :size]
+    halves = 1 if activation is None else 2
+    weight, bias = rand(halves * features, size) / size**0.5, rand(halves * features)
+    product = x.float() @ weight.float().T
+    for config in configs:
+        expected = product if config.parts else product + bias.float()
+        if activation is not None:
+            gate, up = expected.chunk(2, -1)
+            function = torch.nn.functional.silu if activation == "silu" else tanh_gelu
+            expected = function(gate) * up
+        for _ in range(3):
+            got = wide_linear(x, weight, bias, activation, config)
+            assert got is not None
+            assert_near(got.sum(0) if config.parts else got, expected, 4e-3)
+
+
+@pytest.mark.parametrize("size", [64, 1000, 5120])
+def test_parts_with_the_next_norm(size: int) -> None:
+    parts, residual, bias, scale = torch.randn(4, 37, size, device=DEVICE), rand(37, size), rand(size), rand(size)
+    expected = residual.float() + parts.sum(0) + bias.float()
+    kept = residual.clone()
+    got = add_parts_(parts, bias, residual, Norm(scale, 1e-5))
+    assert_near(residual, expected, 4e-3)
+    assert_near(got, reference_norm(residual, scale, 1e-5))
+    assert torch.equal(add_parts_(parts, bias, kept, None), residual)
 
 
 @pytest.mark.parametrize("tokens", [1, 70, 300])

@@ -1,12 +1,15 @@
 """The kernels' torch references, which are also the CPU path, against the definitions written out."""
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
 from spmd_serve.kernels.activation import gated_activation
 from spmd_serve.kernels.decode_attention import Rotation, decode_attention
+from spmd_serve.kernels.gpu.build import launch
 from spmd_serve.kernels.linear import Norm, linear
 from spmd_serve.kernels.norm import add_rms_norm_, rms_norm
 from spmd_serve.kernels.rope_cache import rope_and_cache
@@ -53,6 +56,10 @@ def test_linear(biased: bool) -> None:
     got = linear(x, weight, bias=bias, residual=residual)
     assert got is residual
     torch.testing.assert_close(got, expected)
+    after = torch.randn(10)
+    got = linear(x, weight, bias=bias, residual=residual, following=Norm(after, 1e-5))
+    torch.testing.assert_close(residual, expected + product)
+    torch.testing.assert_close(got, definition_of_norm(expected + product, after, 1e-5))
     normed = definition_of_norm(x, scale, 1e-5) @ weight.T + (0 if bias is None else bias)
     gated = torch.nn.functional.silu(normed[:, :5]) * normed[:, 5:]
     got = linear(x, weight, bias=bias, norm=Norm(scale, 1e-5), activation="silu")
@@ -121,3 +128,20 @@ def test_decode_attention_from_the_projection_is_its_parts_in_turn() -> None:
     torch.testing.assert_close(got, decode_attention(q, *copies, table, slots, lengths, scale=0.3))
     for cache, copy in zip(caches, copies, strict=True):
         assert torch.equal(cache, copy)
+
+
+def test_arguments_of_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: SimpleNamespace(cuda_stream=77))
+    calls: list[list[Any]] = []
+    answers = [0, -1, 700]
+
+    def kernel(*arguments: Any) -> int:
+        calls.append([getattr(argument, "value", argument) for argument in arguments])
+        return answers[len(calls) - 1]
+
+    tensor, device = torch.zeros(4), torch.device("cuda", 3)
+    assert launch(kernel, device, tensor, None, 5, 0.5, True)
+    assert calls[0] == [tensor.data_ptr(), None, 5, 0.5, True, 3, 77]
+    assert not launch(kernel, device)  # no kernel for the shape
+    with pytest.raises(RuntimeError, match="kernel: CUDA error 700"):
+        launch(kernel, device)

@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 from spmd_serve.kernels.activation import gated_activation_torch
 from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention_torch
 from spmd_serve.kernels.fp8 import FP8, Fp8Format, Fp8Weight, fp8_linear_torch
-from spmd_serve.kernels.gpu import activation, decode_attention, fp8, gumbel, linear, norm, rope_cache, rows
+from spmd_serve.kernels.gpu import activation, decode_attention, fp8, gumbel, linear, norm, rope_cache, rows, wide
 from spmd_serve.kernels.gumbel import gumbel_argmax_cpu
 from spmd_serve.kernels.linear import Norm, linear_torch
 from spmd_serve.kernels.norm import add_rms_norm_torch_, rms_norm_torch
@@ -271,3 +271,33 @@ def test_decode_attention_over_fp8(fused: bool, rng: torch.Generator) -> None:
     for cache, copy in zip(caches, copies, strict=True):
         # The interpreter's rounding to FP8 loses a carry now and then.
         assert ((cache.float() - copy.float()).abs() > 0.13 * copy.float().abs()).float().mean() < 0.005
+
+
+def test_parts_with_the_next_norm(rng: torch.Generator) -> None:
+    parts, residual = torch.randn(3, 17, 120, generator=rng), torch.randn(17, 120, generator=rng)
+    scale, bias = torch.rand(120, generator=rng), torch.randn(120, generator=rng)
+    kept, added = residual.clone(), residual.clone()
+    got = wide.add_parts_(parts, bias, residual, Norm(scale, 1e-6))
+    expected, total = add_rms_norm_torch_(parts.sum(0) + bias, kept, scale, 1e-6)
+    torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(residual, total, rtol=1e-4, atol=1e-4)
+    assert wide.add_parts_(parts, bias, added, None) is added
+    torch.testing.assert_close(added, total, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("added", [False, True])
+def test_a_wide_layer_is_shared_out_whole(gated: bool, added: bool) -> None:
+    taken = 0
+    for features in (132, 134, 576, 1024, 3072, 4096, 20_000):
+        for columns in (64, 136, 576, 1024, 4096):
+            config = linear.wide_config(40, features * (1 + gated), columns, gated=gated, added=added)
+            if config is None:
+                continue
+            taken += 1
+            blocks = -(-features // config.rows) * config.splits
+            assert blocks <= 136 and config.rows % 2 == 0 and config.rows <= (160 if gated else 256)
+            assert config.splits == 1 or columns // config.splits >= 128
+    assert taken > 10
+    assert linear.wide_config(16, 2048, 1024, gated=False, added=added) is None
+    assert linear.wide_config(65, 2048, 1024, gated=False, added=added) is None

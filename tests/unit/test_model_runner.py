@@ -16,7 +16,7 @@ from spmd_serve.distributed.partition import make_partition
 from spmd_serve.engine.grammar import Grammars
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
 from spmd_serve.models.blocks import DecoderContext
-from spmd_serve.models.decoder import Decoder
+from spmd_serve.models.decoder import Decoder, DecoderLayer
 from spmd_serve.models.weights import load_weights, open_source
 from spmd_serve.types import NewRow, PrefillChunk, SamplingParams, ScheduledBatch
 
@@ -117,10 +117,12 @@ def greedy(model: LlamaForCausalLM, prompt: list[int], count: int) -> list[int]:
     return out[0].tolist()
 
 
-@pytest.mark.parametrize("page_size", [1, 16])
+@pytest.mark.parametrize(("page_size", "norms_ahead"), [(1, False), (16, False), (16, True)])
 def test_chunks_decodes_and_mixtures_equal_transformers(
-    reference: tuple[LlamaForCausalLM, Path], page_size: int
+    reference: tuple[LlamaForCausalLM, Path], page_size: int, norms_ahead: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    if norms_ahead:  # a GPU's way with some tens of tokens
+        monkeypatch.setattr(DecoderLayer, "takes_following", lambda self, x: True)
     model, folder = reference
     driver = Driver(make_runner(folder, page_size), page_size)
     params = SamplingParams(max_tokens=10, temperature=0.0)

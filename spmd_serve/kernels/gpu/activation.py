@@ -8,6 +8,7 @@ from torch import Tensor
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
 
 BLOCK = 1024
+ACTIVATIONS = (None, "silu", "gelu_tanh")  # the .cu files' numbers of them
 
 
 def gated_activation(gate_up: Tensor, kind: str) -> Tensor:

@@ -1,4 +1,4 @@
-"""Compiling a .cu file beside this one into a library, once per machine, with nvcc."""
+"""Compiling a .cu file beside this one into a library, once per machine, with nvcc; and calling it."""
 
 import ctypes
 import fcntl
@@ -11,6 +11,7 @@ import subprocess
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -25,7 +26,9 @@ def load_library(name: str) -> ctypes.CDLL | None:
     """
     major, minor = torch.cuda.get_device_capability()
     source = Path(__file__).with_name(f"{name}.cu")
-    command = ["nvcc", "-O3", "-std=c++17", f"-arch=sm_{major}{minor}", "-shared", "-Xcompiler", "-fPIC"]
+    chip = f"{major}{minor}a" if major == 9 else f"{major}{minor}"  # a: with Hopper's wgmma
+    target_chip = f"-gencode=arch=compute_{chip},code=sm_{chip}"
+    command = ["nvcc", "-O3", "-std=c++17", target_chip, "-shared", "-Xcompiler", "-fPIC"]
     key = hashlib.sha256(source.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd_serve" / "kernels"
     target = folder / f"{name}-{key}.so"
@@ -40,6 +43,32 @@ def load_library(name: str) -> ctypes.CDLL | None:
         detail = getattr(error, "stderr", None) or error
         logger.warning("no %s kernels, the matrix library does their work: %s", name, detail)
         return None
+
+
+def launch(function: Any, device: torch.device, *arguments: object) -> bool:
+    """Calls a library's entry, which takes `arguments`, the device's index and a stream: here the current one.
+
+    Tensors go as their addresses, None as null, float as C's float. False: it has no kernel for the shape.
+
+    Raises:
+        RuntimeError: CUDA has refused the launch.
+    """
+    stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+    code = function(*(_for_c(argument) for argument in arguments), device.index, stream)
+    if code not in (0, -1):
+        raise RuntimeError(f"{function.__name__}: CUDA error {code}")
+    return bool(code == 0)
+
+
+def _for_c(argument: object) -> object:
+    if argument is None or isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(0 if argument is None else argument.data_ptr())
+    return ctypes.c_float(argument) if isinstance(argument, float) else argument
+
+
+def aligned(*tensors: torch.Tensor | None) -> bool:
+    """Whether all begin at a multiple of 16 bytes, as the kernels want them."""
+    return all(tensor is None or tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def _nvcc() -> str:

@@ -5,7 +5,6 @@ rows, torch._scaled_mm multiplies in FP8, with one scale a token that `quantize_
 activation before the layer, in the same kernel); with scales of blocks `_matmul` multiplies in the compute type. Where fp8_stream.cu has no kernel, one token goes through the GEMV of linear.py.
 """
 
-import ctypes
 from dataclasses import dataclass
 
 import torch
@@ -14,8 +13,8 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_serve.kernels.fp8 import FP8, FP8_MAX, Fp8Weight
-from spmd_serve.kernels.gpu.activation import activate, gated_activation
-from spmd_serve.kernels.gpu.build import load_library
+from spmd_serve.kernels.gpu.activation import ACTIVATIONS, activate, gated_activation
+from spmd_serve.kernels.gpu.build import aligned, launch, load_library
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
 from spmd_serve.kernels.gpu.linear import GemvConfig, gemv
 from spmd_serve.kernels.gpu.norm import rms_norm
@@ -110,21 +109,15 @@ def stream(
     config = config or stream_config(tokens, in_features)
     features = out_features // 2 if activation is not None else out_features
     out = residual if residual is not None else torch.empty((tokens, features), dtype=x.dtype, device=x.device)
-    pointers = [0 if t is None else t.data_ptr() for t in (x, weight.values, weight.scales, bias, scale, out)]
-    if x.stride(0) % 8 or any(p % 16 for p in pointers):
+    if x.stride(0) % 8 or not aligned(x, weight.values, weight.scales, bias, scale, out):
         return None
-    dependent = 1 + config.early if launch_options(tokens)["PDL"] else 0
-    code = library.fp8_stream(
-        *(ctypes.c_void_p(p) for p in pointers), tokens, features, in_features, x.stride(0), ctypes.c_float(eps),
-        (None, "silu", "gelu_tanh").index(activation), residual is not None, weight.block or 0,
-        config.warps, config.depth, config.blocks, dependent,
-        x.device.index, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+    done = launch(
+        library.fp8_stream, x.device,
+        x, weight.values, weight.scales, bias, scale, out, tokens, features, in_features, x.stride(0), float(eps),
+        ACTIVATIONS.index(activation), residual is not None, weight.block or 0, config.warps, config.depth, config.blocks,
+        1 + config.early if launch_options(tokens)["PDL"] else 0,
     )  # fmt: skip
-    if code == -1:
-        return None
-    if code:
-        raise RuntimeError(f"fp8_stream{tuple(weight.values.shape)} for {tokens} tokens, {config}: CUDA error {code}")
-    return out
+    return out if done else None
 
 
 def quantize_rows(

@@ -1,24 +1,31 @@
-"""Skinny matrix products: a GEMV for one token, a tensor-core kernel for up to 16.
+"""Skinny matrix products: a GEMV for one token, tensor-core kernels for up to 16 and up to 64.
 
 `_gemv`: a program owns a few rows of the weight and loads all of them (or a first part) before it waits for its input,
 so that the weights of this layer stream while the kernel before still runs.
 
-`mma`: the same idea in skinny.cu; see there.
+`mma`: the same idea in skinny.cu; see there. `wide_linear`: see wide.py.
 
 No sum depends on timing, so results are the same on every run.
 """
 
-import ctypes
+from __future__ import annotations
+
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_serve.kernels.gpu.activation import activate
-from spmd_serve.kernels.gpu.build import load_library
+from spmd_serve.kernels.gpu.activation import ACTIVATIONS, activate
+from spmd_serve.kernels.gpu.build import aligned, launch, load_library
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
+from spmd_serve.kernels.gpu.norm import rms_norm
+from spmd_serve.kernels.gpu.wide import WIDE_TOKENS, WideConfig, add_parts_, wide_linear
+
+if TYPE_CHECKING:
+    from spmd_serve.kernels.linear import Norm
 
 
 @dataclass(frozen=True)
@@ -46,19 +53,33 @@ class MmaConfig:
 
 def skinny_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, scale: Tensor | None, eps: float, activation: str | None,
-    residual: Tensor | None,
+    residual: Tensor | None, following: Norm | None = None,
 ) -> Tensor | None:  # fmt: skip
     """See spmd_serve.kernels.linear.linear. None where the matrix library is the better choice."""
     tokens, in_features = x.shape
     gated = activation is not None
     features = weight.shape[0] // (2 if gated else 1)
+    wide = None
+    if scale is None:
+        wide = wide_config(tokens, weight.shape[0], in_features, gated=gated, added=residual is not None)
+    summed = None if wide is None else wide_linear(x, weight, bias, activation, wide)
+    if summed is not None:
+        return summed if residual is None else add_parts_(summed, bias, residual, following)
     config = choose_config(tokens, features, in_features, gated=gated, normed=scale is not None)
+    if config is None:
+        return None
     if isinstance(config, GemvConfig):
-        return gemv(x, weight, bias, scale, eps, activation, residual, config)
-    return None if config is None else mma(x, weight, bias, scale, eps, activation, residual, config)
+        out = gemv(x, weight, bias, scale, eps, activation, residual, config)
+    else:
+        done = mma(x, weight, bias, scale, eps, activation, residual, config)
+        if done is None:
+            return None
+        out = done
+    return out if following is None else rms_norm(out, following.scale, following.eps)
 
 
 # Beyond these the matrix library is as fast: measured on an H200.
+MULTIPROCESSORS = 132
 MAX_TOKENS = 16
 MAX_WEIGHTS = 8 << 20  # of the gate alone in a gated layer
 MAX_COLUMNS = 4096
@@ -75,6 +96,21 @@ def choose_config(
     if features * in_features > MAX_WEIGHTS or in_features > MAX_COLUMNS:
         return None
     return mma_config(tokens, in_features, before_attention=normed and not gated)
+
+
+def wide_config(tokens: int, out_features: int, in_features: int, *, gated: bool, added: bool) -> WideConfig | None:
+    """For 17 to 64 tokens; None where the matrix library is as good. By measurements of whole layers on an H200.
+
+    A block for each multiprocessor. Added to the residual, each with some 32 rows: in a narrow layer, of a part of the columns.
+    """
+    features = out_features // 2 if gated else out_features
+    if not MAX_TOKENS < tokens <= WIDE_TOKENS or features * in_features > MAX_WEIGHTS or in_features > MAX_COLUMNS:
+        return None
+    if features < MULTIPROCESSORS or features % 2 or in_features % 8:
+        return None
+    splits = max(1, min(4, MULTIPROCESSORS * 32 // features, in_features // 128)) if added else 1
+    rows = triton.cdiv(triton.cdiv(features * splits, MULTIPROCESSORS), 2) * 2
+    return WideConfig(rows, splits, parts=added) if rows <= (160 if gated else 256) else None
 
 
 def gemv_config(features: int, in_features: int, gated: bool) -> GemvConfig:
@@ -117,21 +153,15 @@ def mma(
     out_features, in_features = weight.shape
     features = out_features // 2 if activation is not None else out_features
     out = residual if residual is not None else torch.empty((tokens, features), dtype=x.dtype, device=x.device)
-    pointers = [0 if t is None else t.data_ptr() for t in (x, weight, bias, scale, out)]
-    if x.stride(0) % 8 or any(p % 16 for p in pointers):
+    if x.stride(0) % 8 or not aligned(x, weight, bias, scale, out):
         return None
-    dependent = 1 + config.early if launch_options(tokens)["PDL"] else 0
-    code = library.skinny_linear(
-        *(ctypes.c_void_p(p) for p in pointers), tokens, features, in_features, x.stride(0), ctypes.c_float(eps),
-        (None, "silu", "gelu_tanh").index(activation), residual is not None,
-        config.row_warps, config.column_warps, config.splits, dependent,
-        x.device.index, ctypes.c_void_p(torch.cuda.current_stream().cuda_stream),
+    done = launch(
+        library.skinny_linear, x.device,
+        x, weight, bias, scale, out, tokens, features, in_features, x.stride(0), float(eps),
+        ACTIVATIONS.index(activation), residual is not None, config.row_warps, config.column_warps, config.splits,
+        1 + config.early if launch_options(tokens)["PDL"] else 0,
     )  # fmt: skip
-    if code == -1:
-        return None
-    if code:
-        raise RuntimeError(f"skinny_linear{tuple(weight.shape)} for {tokens} tokens, {config}: CUDA error {code}")
-    return out
+    return out if done else None
 
 
 def gemv(

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_serve.kernels.gpu.build import load_library
+from spmd_serve.kernels.gpu.build import launch, load_library
 from spmd_serve.kernels.gpu.launch import launch_options
 
 MAX_RANKS = 8
@@ -46,8 +46,7 @@ class Peers:
         for form, places in _PLACES.items():
             offset = first * 2 * len(pointers) * _PLACE_BYTES
             addresses = (ctypes.c_int64 * len(pointers))(*(pointer + offset for pointer in pointers))
-            calls = ctypes.c_void_p(self._calls[first:].data_ptr())
-            self._common[form] = (addresses, calls, rank, len(pointers))
+            self._common[form] = (addresses, self._calls[first:], rank, len(pointers))
             first += places
 
     def fits(self, tensor: Tensor, form: str) -> bool:
@@ -59,9 +58,8 @@ class Peers:
         """The sum over ranks, in place; with a residual (like tensor) it is added there, with one rounding in all."""
         out = tensor if residual is None else residual
         assert out.is_contiguous() and out.data_ptr() % 8 == 0 and out.shape == tensor.shape
-        pointers = ctypes.c_void_p(tensor.data_ptr()), ctypes.c_void_p(out.data_ptr())
         options = _TYPES.index(tensor.dtype), int(residual is not None), int(form == "lines")
-        self._call("peers_all_reduce", form, *pointers, tensor.numel() // 4, *options)
+        self._call("peers_all_reduce", form, tensor, out, tensor.numel() // 4, *options)
         return out
 
     def fits_rows(self, rows: int) -> bool:
@@ -72,13 +70,10 @@ class Peers:
         """values float32, indices int64, [rows] -> the index of the rank with the largest value, int64 [rows]."""
         assert values.is_contiguous() and indices.is_contiguous()
         out = torch.empty_like(indices)
-        pointers = (ctypes.c_void_p(t.data_ptr()) for t in (values, indices, out))
-        self._call("peers_best_index", "cells", *pointers, values.numel())
+        self._call("peers_best_index", "cells", values, indices, out, values.numel())
         return out
 
     def _call(self, name: str, form: str, *arguments: object) -> None:
         dependent = int(launch_options(1)["PDL"] > 0)
-        stream = ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-        code = getattr(self._library, name)(*self._common[form], *arguments, dependent, self._device.index, stream)
-        if code:
-            raise RuntimeError(f"{name}: CUDA error {code}")
+        if not launch(getattr(self._library, name), self._device, *self._common[form], *arguments, dependent):
+            raise RuntimeError(f"{name}: no kernel for this shape")
