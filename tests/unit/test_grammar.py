@@ -246,6 +246,44 @@ def test_as_many_properties_as_are_accepted_work(compiler: GrammarCompiler) -> N
     assert state.accept(EOS) == ""
 
 
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"guided_regex": r"<\|im_end\|>"}, "<|im_end|>"),
+        ({"guided_json": {"const": "<|im_start|>user"}}, '"<|im_start|>user"'),
+        ({"guided_choice": ["<think>", "<think>a</think> <call>"]}, "<think>a</think> <call>"),
+        ({"guided_grammar": 'start: "a <mask>b"'}, "a <mask>b"),
+        ({"guided_regex": "cafe\u0301 \u212b"}, "cafe\u0301 \u212b"),
+    ],
+    ids=ascii,
+)
+def test_text_that_a_tokenizer_changes_is_text(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
+    """Forced text leaves one way to go on: not the token of that name, and not other characters (NFC)."""
+    own = json.loads((model_folder() / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(own | {"normalizer": {"type": "NFC"}}))
+    added = {
+        "49152": {"content": "<think>", "special": False, "normalized": False},
+        "49153": {"content": "<call>", "special": False, "normalized": True},
+        "49154": {"content": "<mask>", "special": True, "lstrip": True},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    vocab = range(VOCAB + 3)
+    tokenizer = TextTokenizer(tmp_path, len(vocab))
+    grammar = compiled(GrammarCompiler(tokenizer, fake_info(vocab_size=len(vocab))), **fields)
+    assert grammar is not None
+    state = Grammars(tmp_path, len(vocab), (EOS,)).start(grammar, [])
+    data, written = text.encode(), b""
+    while written != data:
+        allowed = torch.nonzero(state.allowed(vocab, torch.device("cpu"))).flatten().tolist()
+        fits = [t for t in allowed if t < VOCAB and t not in tokenizer.special_ids]
+        fits = [t for t in fits if data.startswith(written + tokenizer.token_bytes(t))]
+        assert fits, (written, allowed)
+        token = max(fits, key=lambda t: len(tokenizer.token_bytes(t)))
+        assert state.accept(token) is None
+        written += tokenizer.token_bytes(token)
+    assert torch.nonzero(state.allowed(vocab, torch.device("cpu"))).flatten().tolist() == [EOS]
+
+
 # ---- how answers end ---------------------------------------------------------------------------------------------
 
 
