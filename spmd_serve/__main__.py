@@ -23,7 +23,7 @@ from spmd_serve.config import Config, parse_args
 from spmd_serve.distributed.process import leave_process
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
-from spmd_serve.errors import ConfigError, RankLostError, SpmdServeError
+from spmd_serve.errors import ConfigError, FrontendError, RankLostError, SpmdServeError
 from spmd_serve.logs import set_up_logs
 from spmd_serve.types import ModelInfo, ServicePhase, ServiceState
 
@@ -157,7 +157,7 @@ def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack
     liveness.leave()
     stack.close()  # rank 0: open requests end with an error
     leave_group()  # peers that wait for this rank wake up
-    own = failure.rank == board.ranks.rank and failure.kind in ("refused", "error")
+    own = failure.rank == board.ranks.rank and failure.kind in ("refused", "error") and not liveness.spoken
     with contextlib.suppress(RuntimeError):  # the store may be gone as well
         board.say_gone()
         if own:
@@ -204,7 +204,7 @@ def _serve(
         if config.server.frontend == "thread":
             sys.setswitchinterval(0.0005)  # a busy HTTP thread would hold each exchange up for 16-39 ms instead of 1-3
         info = _model_info(config, model, folder)
-        frontend = start_frontend(config, info)
+        frontend = start_frontend(config, info, lambda reason: liveness.fail(FrontendError(reason)))
         stack.callback(frontend.stop, FRONTEND_STOP_S)
         liveness.on_failure = lambda reason: frontend.link.set_state(ServiceState.FAILED, reason)
 

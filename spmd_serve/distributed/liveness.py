@@ -49,12 +49,14 @@ class Liveness:
         on_failure: called once with the reason when the job has failed, from the watcher's thread.
         phase: what signals here or on another rank ask for.
         failure: why the job ends, once it is known.
+        spoken: the watcher has put into the log what failed on this rank; the main thread need not.
     """
 
     def __init__(self, board: Board, progress: Progress, signals: StopSignals) -> None:
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.phase = ServicePhase.RUN
         self.failure: Failure | None = None
+        self.spoken = False
         self._ranks = board.ranks
         self._peers = board.peers
         self._own = board.peers[board.ranks.rank]
@@ -71,6 +73,7 @@ class Liveness:
         self._leaving = False
         self._suspects = False
         self._timed_out = False
+        self._concluding = False
         self._reported_at = 0.0
         self._settled = threading.Event()
         self._last_look = time.monotonic()
@@ -102,6 +105,7 @@ class Liveness:
 
         An error that only says that a peer has gone is a consequence: the peer's own report, or its silence, is waited for.
         """
+        self._concluding = True
         kind = "refused" if isinstance(exc, SpmdServeError) and self._control is None else "error"
         message = " ".join(f"{'' if kind == 'refused' else type(exc).__name__ + ': '}{exc}".split())
         details = "" if isinstance(exc, SpmdServeError) else "".join(traceback.format_exception(exc)).rstrip()
@@ -117,6 +121,10 @@ class Liveness:
             self._report(own)
             self._settled.wait(0.05)
         return self.failure or own
+
+    def fail(self, exc: SpmdServeError) -> None:
+        """Another thread of this rank says that the job cannot go on, whatever the main thread is at."""
+        self._report(Failure(self._own.rank, self._own.hostname, "error", f"{type(exc).__name__}: {exc}"))
 
     def exchange_times(self) -> tuple[float, ...]:
         """Seconds of each rank's last exchange, by rank; for rank 0."""
@@ -240,9 +248,10 @@ class Liveness:
     def _settle(self, failure: Failure, found_here: bool) -> None:
         """The job has failed: say so, end what hangs, and see to it that this process ends."""
         self.failure = failure
-        is_own = failure.rank == self._own.rank and failure.kind in ("refused", "error")  # the main thread speaks then
-        if not is_own and (self._own.rank == 0 or found_here):
+        is_own = failure.rank == self._own.rank and failure.kind in ("refused", "error") and self._concluding
+        if not is_own and (self._own.rank == 0 or found_here):  # else the main thread speaks
             logger.error("%s", failure)
+            self.spoken = True
         if failure.exit_code == 1:
             _record_for_torchrun(failure)
         if self._own.rank == 0:
