@@ -172,6 +172,14 @@ def test_what_is_wrong_is_refused(compiler: GrammarCompiler, param: str, fields:
     assert len(caught.value.message) < 1500
 
 
+@pytest.mark.parametrize(
+    "fields", [{"guided_json": {"$ref": "#"}}, {"guided_grammar": "start: A\nA: /a/ & /b/"}], ids=str
+)
+def test_what_no_text_fits_is_said_to_be_that(compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="that no text fits"):
+        compiled(compiler, **fields)
+
+
 def test_a_grammar_that_takes_long_holds_up_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused while it is still being compiled, new ones meanwhile with 503, and known ones are served."""
     compiler = GrammarCompiler(bundled_tokenizer(), fake_info())
