@@ -152,7 +152,7 @@ def _begin_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ..
             eos = list(eos_token_ids) or None
             own = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
             plain = llguidance.TokenizerWrapper(PlainText(own))
-            future.set_result(llguidance.LLTokenizer(plain, n_vocab=vocab_size, eos_token=eos))
+            future.set_result(llguidance.LLTokenizer(plain, n_vocab=vocab_size, eos_token=own.eos_tokens))
         except ModelError as error:
             future.set_exception(error)
         except Exception as error:
