@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
@@ -23,9 +23,9 @@ from spmd_serve.config import Config, parse_args
 from spmd_serve.distributed.process import leave_process
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
-from spmd_serve.errors import ConfigError, RankLostError, SpmdServeError
+from spmd_serve.errors import ConfigError, FrontendError, RankLostError, SpmdServeError
 from spmd_serve.logs import set_up_logs
-from spmd_serve.types import ModelInfo, ServicePhase, ServiceState
+from spmd_serve.types import ModelInfo, ServiceState
 
 if TYPE_CHECKING:
     from spmd_serve.distributed.beats import Progress
@@ -50,6 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signals.install()
     try:
         ranks = rank_info(os.environ)
+        signals.interrupts = ranks.world_size == 1  # else the others are told first, once all have met
         if ranks.under_agent:
             die_with_parent()
         config: Config | None = None
@@ -119,15 +120,16 @@ def _run_rank(ranks: RankInfo, config: Config | None, exit_code: int | None, sig
     progress = Progress()
     set_up_logs(config.server.log_level if config else "info", ranks.rank, lambda: progress.step)
     gc.disable()  # until it serves: what is imported and built now stays, and to walk through it takes a tenth of the start
-    board = open_board(ranks)
+    board = open_board(ranks, lambda: signals.stopped_at)
     if exit_code is not None:
         board.fail(Failure(ranks.rank, ranks.hostname, "refused" if exit_code else "help", "see rank 0's message"))
         _await_peers(board)
         return exit_code
     liveness = Liveness(board, progress, signals)
-    liveness.start()
     stack = ExitStack()
     try:
+        signals.interrupts = True
+        liveness.start()
         _serve(board.share("config", config), ranks, board, liveness, progress, stack)
         with contextlib.suppress(RuntimeError):
             board.say_gone()
@@ -135,20 +137,14 @@ def _run_rank(ranks: RankInfo, config: Config | None, exit_code: int | None, sig
     except BaseException as exc:
         stopped = isinstance(exc, Stopped) or liveness.stopped_while_starting  # what else fails then is a consequence
         if stopped and liveness.failure is None:  # else torchrun's SIGTERM is itself the consequence of a failure
-            _tell_stopped(board)
-            return 0
+            code = liveness.leave_together()
+            if code == 0 and ranks.rank == 0:
+                logger.info("stopped while starting")
+            return code
         return _fail(exc, board, liveness, stack)
     finally:
         stack.close()
         leave_group()
-
-
-def _tell_stopped(board: Board) -> None:
-    with contextlib.suppress(RuntimeError):
-        board.request_stop(ServicePhase.DRAIN)
-        board.say_gone()
-    if board.ranks.rank == 0:
-        logger.info("stopped while starting")
 
 
 def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack) -> int:
@@ -157,7 +153,7 @@ def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack
     liveness.leave()
     stack.close()  # rank 0: open requests end with an error
     leave_group()  # peers that wait for this rank wake up
-    own = failure.rank == board.ranks.rank and failure.kind in ("refused", "error")
+    own = failure.rank == board.ranks.rank and failure.kind in ("refused", "error") and not liveness.spoken
     with contextlib.suppress(RuntimeError):  # the store may be gone as well
         board.say_gone()
         if own:
@@ -204,7 +200,7 @@ def _serve(
         if config.server.frontend == "thread":
             sys.setswitchinterval(0.0005)  # a busy HTTP thread would hold each exchange up for 16-39 ms instead of 1-3
         info = _model_info(config, model, folder)
-        frontend = start_frontend(config, info)
+        frontend = start_frontend(config, info, lambda reason: liveness.fail(FrontendError(reason)))
         stack.callback(frontend.stop, FRONTEND_STOP_S)
         liveness.on_failure = lambda reason: frontend.link.set_state(ServiceState.FAILED, reason)
 
@@ -223,8 +219,7 @@ def _serve(
         requested_phase=lambda: liveness.phase,
         exchange_times=liveness.exchange_times,
     )
-    board.gather("ready", True)
-    liveness.serve(config.control, frontend.link.wake if frontend else lambda: None)
+    _begin(board, liveness, config, frontend.link.wake if frontend else lambda: None)
     if frontend:
         frontend.link.set_state(ServiceState.READY)
         _rank0_say_ready(frontend.url, info.name, config, time.monotonic() - started)
@@ -237,6 +232,21 @@ def _serve(
     assembly.runner.close()
     if ranks.rank == 0:
         logger.info("stopped: all %d ranks have left the step loop after step %s", ranks.world_size, progress.step)
+
+
+def _begin(board: Board, liveness: Liveness, config: Config, wake: Callable[[], None]) -> None:
+    """The start is over, on all ranks: a stop that comes now drains. Raises Stopped if one has come before, on any rank."""
+    try:
+        board.gather("ready", True)
+        begin = board.decide("serve")
+        if begin == "serve":
+            liveness.serve(config.control, wake)
+    except Stopped:
+        begin = board.decide("stop")
+        if begin == "serve":  # others do already, and wait for this rank in their first step
+            liveness.serve(config.control, wake)
+    if begin == "stop":
+        raise Stopped
 
 
 def _known(value: T | None) -> T:

@@ -101,6 +101,42 @@ class CompiledGrammars:
         return Compiled(matcher, str(matcher.get_error()), time.thread_time() - began)
 
 
+class PlainText:
+    """llguidance's tokenizer, but what it makes of a text is that text, in ordinary tokens.
+
+    Of text that a grammar forces, llguidance allows only the first token that its tokenizer makes of it. The text "<|im_end|>"
+    would become the special token, which ends the answer, "<think>" the token of that name, and a tokenizer that normalizes
+    makes other characters of some. None of that is what the grammar says, and llguidance then refuses the very token that it
+    forced. A grammar that means the special token names it (in Lark without quotes).
+    """
+
+    bos_token_id = None
+
+    def __init__(self, own: Any) -> None:
+        self._own = own
+        self.eos_token_id = own.eos_token
+        self.tokens = [own.decode_bytes([token]) for token in range(own.vocab_size)]
+        self.special_token_ids = [token for token in range(own.vocab_size) if own.is_special_token(token)]
+        self._special = frozenset(self.special_token_ids)
+
+    def __call__(self, text: str) -> list[int]:
+        tokens: list[int] = self._own.tokenize_str(text)
+        if not self._special.isdisjoint(tokens):
+            tokens = [part for token in tokens for part in self._parts(token)]
+        if b"".join([self.tokens[token] for token in tokens]) == text.encode():
+            return tokens
+        return self._greedy(text)
+
+    def _parts(self, token: int) -> list[int]:
+        """A special token's name in ordinary tokens; another token as it is."""
+        return self._greedy(self.tokens[token].decode()) if token in self._special else [token]
+
+    def _greedy(self, text: str) -> list[int]:
+        """The longest ordinary token at each place."""
+        tokens: list[int] = self._own.greedy_tokenize(text)
+        return tokens
+
+
 @lru_cache(maxsize=4)  # on rank 0, frontend and engine may be one process
 def _begin_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ...]) -> Future[Any]:
     """llguidance's view of the tokenizer, or the ModelError why there is none.
@@ -114,7 +150,9 @@ def _begin_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ..
         try:
             text = read_tokenizer(folder).to_str()
             eos = list(eos_token_ids) or None
-            future.set_result(llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos))
+            own = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
+            plain = llguidance.TokenizerWrapper(PlainText(own))
+            future.set_result(llguidance.LLTokenizer(plain, n_vocab=vocab_size, eos_token=own.eos_tokens))
         except ModelError as error:
             future.set_exception(error)
         except Exception as error:

@@ -27,6 +27,7 @@ T = TypeVar("T")
 
 _POLL_S = 0.02
 _REMIND_S = 20.0  # a line about who is missing, this often
+_STOPPED_S = 5.0  # how long the ranks wait for each other once they are to stop
 _EPOCH = "spmd_serve/epoch"
 
 
@@ -141,6 +142,18 @@ class Board:
         """What was asked for: 0, 1 or 2."""
         return 2 if self.store.check(["stop/2"]) else int(self.store.check(["stop/1"]))
 
+    def decide(self, begin: str) -> str:
+        """Whether the job begins to "serve" or is to "stop" before: what the first rank says that decides, on all ranks."""
+        return str(self.store.compare_set("begin", "", begin).decode())
+
+    def say_leaving(self) -> None:
+        """This rank is ready to leave, as soon as all are."""
+        self.store.set(f"leaving/{self.ranks.rank}", "1")
+
+    def all_leave(self) -> bool:
+        """Whether every rank has said so."""
+        return self.store.check([f"leaving/{peer.rank}" for peer in self.peers])
+
     def say_gone(self) -> None:
         """This rank leaves; its silence from now on is no failure."""
         self.store.set(f"gone/{self.ranks.rank}", "1")
@@ -157,12 +170,16 @@ def _put(store: Store, key: str, value: object) -> None:
 # ---- opening it ---------------------------------------------------------------------------------------------------
 
 
-def open_board(ranks: RankInfo) -> Board:
+def open_board(ranks: RankInfo, stopped_at: Callable[[], float | None] = lambda: None) -> Board:
     """Connect to the store and meet all ranks of this attempt.
 
     torchrun keeps one store over restarts, so each attempt works in a part of its own. Restart counts cannot name it, because
     those of two hosts may differ: rank 0 draws a name, the others register under it with a ticket of their own, and rank 0
     closes the list. A rank whose ticket is not on the list looks at an earlier attempt, and waits for the next name.
+
+    Args:
+        stopped_at: when this rank was told to stop, if it was. It meets the others all the same, who may not know it, but waits
+            less long for them.
 
     Raises:
         DistributedError: the store cannot be reached, or ranks are missing, or disagree on how many there are.
@@ -191,9 +208,9 @@ def open_board(ranks: RankInfo) -> Board:
             f"({str(exc).splitlines()[0]}); check the head node's name, its port and the firewall"
         ) from exc
     own = Peer(ranks.rank, ranks.world_size, ranks.node, ranks.hostname, os.getpid(), uuid.uuid4().hex)
-    deadline = time.monotonic() + CONNECT_TIMEOUT_S
+    patience = _Patience(CONNECT_TIMEOUT_S, stopped_at)
     try:
-        epoch, peers = _call_roll(root, own, deadline) if ranks.rank == 0 else _answer_roll(root, own, deadline)
+        epoch, peers = _call_roll(root, own, patience) if ranks.rank == 0 else _answer_roll(root, own, patience)
     except RuntimeError as exc:
         if isinstance(exc, DistributedError):
             raise
@@ -205,7 +222,26 @@ def open_board(ranks: RankInfo) -> Board:
     return Board(PrefixStore(f"spmd_serve/{epoch}", root), ranks, peers, connect_epoch)
 
 
-def _call_roll(root: Store, own: Peer, deadline: float) -> tuple[str, list[Peer]]:
+class _Patience:
+    """How long the ranks wait for each other: `limit_s`, but no longer than _STOPPED_S after `stopped_at`."""
+
+    def __init__(self, limit_s: float, stopped_at: Callable[[], float | None] = lambda: None) -> None:
+        self._began = time.monotonic()
+        self._limit_s = limit_s
+        self._stopped_at = stopped_at
+
+    @property
+    def seconds(self) -> float:
+        stopped_at = self._stopped_at()
+        if stopped_at is None:
+            return self._limit_s
+        return min(self._limit_s, max(0.0, stopped_at - self._began) + _STOPPED_S)
+
+    def is_over(self, extra_s: float = 0.0) -> bool:
+        return time.monotonic() > self._began + self.seconds + extra_s
+
+
+def _call_roll(root: Store, own: Peer, patience: _Patience) -> tuple[str, list[Peer]]:
     """Rank 0's part: a name for the attempt, and the list of those who came."""
     epoch = own.ticket
     came: dict[int, Peer] = {0: own}
@@ -221,10 +257,10 @@ def _call_roll(root: Store, own: Peer, deadline: float) -> tuple[str, list[Peer]
                         f"{came[rank]} was started with a world size of {came[rank].world_size} and {own} with one of "
                         f"{own.world_size}; start every host with the same number of hosts and ranks"
                     )
-        if time.monotonic() > deadline:
+        if patience.is_over():
             missing = sorted(set(range(own.world_size)) - set(came))
             problem = (
-                f"rank {', '.join(map(str, missing))} of {own.world_size} did not come within {CONNECT_TIMEOUT_S:g} s (there are "
+                f"rank {', '.join(map(str, missing))} of {own.world_size} did not come within {patience.seconds:.3g} s (there are "
                 f"ranks from {', '.join(sorted({p.hostname for p in came.values()}))}); check that the other hosts run and "
                 "reach the head node"
             )
@@ -236,7 +272,7 @@ def _call_roll(root: Store, own: Peer, deadline: float) -> tuple[str, list[Peer]
     return epoch, peers
 
 
-def _answer_roll(root: Store, own: Peer, deadline: float) -> tuple[str, list[Peer]]:
+def _answer_roll(root: Store, own: Peer, patience: _Patience) -> tuple[str, list[Peer]]:
     """A follower's part: register under each name that appears, until a list has this process on it."""
     answered = ""
     while True:
@@ -250,9 +286,9 @@ def _answer_roll(root: Store, own: Peer, deadline: float) -> tuple[str, list[Pee
                 raise RankLostError(problem)  # rank 0 says so
             if own in peers:
                 return epoch, peers
-        if time.monotonic() > deadline + 2.0:  # rank 0 speaks first
+        if patience.is_over(2.0):  # rank 0 speaks first
             raise DistributedError(
-                f"rank {own.rank} on host {own.hostname} did not hear from rank 0 within {CONNECT_TIMEOUT_S:g} s; check that the "
+                f"rank {own.rank} on host {own.hostname} did not hear from rank 0 within {patience.seconds:.3g} s; check that the "
                 "head node runs the first ranks"
             )
         time.sleep(_POLL_S)

@@ -7,6 +7,7 @@ if it can, else by force. The watcher itself never blocks: what may block is the
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import signal
@@ -32,7 +33,8 @@ START_SILENCE_S = 60.0  # while weights load, a thread may keep the interpreter 
 SUSPECT_SILENCE_S = 1.2  # once a connection broke, the rank that is silent this long is the one
 EXPLAIN_S = 2.5  # how long a rank whose connection broke looks for the reason
 REPORT_S = 1.0  # how long a finding may take to get on the board
-START_STOP_S = 5.0  # a stop while starting is done by then
+START_STOP_S = 5.0  # how long the main thread may take to heed a stop while starting, and then to leave
+STOP_SILENCE_S = 10.0  # a rank that is silent this long after a stop while starting does not leave by itself
 GRACE_S = 3.0  # from a failure to the forced exit: rank 0 ends open requests in this time
 LATE_S = 2.0  # a watcher that comes this late was suspended or starved
 
@@ -49,12 +51,15 @@ class Liveness:
         on_failure: called once with the reason when the job has failed, from the watcher's thread.
         phase: what signals here or on another rank ask for.
         failure: why the job ends, once it is known.
+        spoken: the watcher has put into the log what failed on this rank; the main thread need not.
     """
 
     def __init__(self, board: Board, progress: Progress, signals: StopSignals) -> None:
         self.on_failure: Callable[[str], None] = lambda reason: None
         self.phase = ServicePhase.RUN
         self.failure: Failure | None = None
+        self.spoken = False
+        self._board = board
         self._ranks = board.ranks
         self._peers = board.peers
         self._own = board.peers[board.ranks.rank]
@@ -71,6 +76,8 @@ class Liveness:
         self._leaving = False
         self._suspects = False
         self._timed_out = False
+        self._concluding = False
+        self._leaving_together = False
         self._reported_at = 0.0
         self._settled = threading.Event()
         self._last_look = time.monotonic()
@@ -87,10 +94,34 @@ class Liveness:
         self._wake = wake
         self._signals.interrupts = False
         self._control = control
+        if self.phase is not ServicePhase.RUN:
+            self._limit_drain(control)
 
     @property
     def stopped_while_starting(self) -> bool:
         return self._control is None and self.phase is not ServicePhase.RUN
+
+    def leave_together(self) -> int:
+        """A stop while starting: leave when all ranks can. Returns the exit code.
+
+        torchrun waits for every rank. One that cannot leave, because it is stopped or hangs, must be named and ended by those
+        that can, or it is waited for without end.
+        """
+        self._leaving_together = True
+        return self._leave_together(self._board)
+
+    def _leave_together(self, board: Board) -> int:
+        with contextlib.suppress(RuntimeError):  # the store is gone: whoever hosts it has left already
+            board.request_stop(ServicePhase.DRAIN)
+            board.say_leaving()
+            while self.failure is None and not board.all_leave():
+                time.sleep(TICK_S / 4)
+            if self.failure is None:
+                board.say_gone()
+        self.leave()
+        code = self.failure.exit_code if self.failure else 0
+        _exit_after(START_STOP_S, code, "")
+        return code
 
     def leave(self) -> None:
         """This rank needs the others no longer: ranks that go from now on are no failure, and nobody is to be woken."""
@@ -102,6 +133,7 @@ class Liveness:
 
         An error that only says that a peer has gone is a consequence: the peer's own report, or its silence, is waited for.
         """
+        self._concluding = True
         kind = "refused" if isinstance(exc, SpmdServeError) and self._control is None else "error"
         message = " ".join(f"{'' if kind == 'refused' else type(exc).__name__ + ': '}{exc}".split())
         details = "" if isinstance(exc, SpmdServeError) else "".join(traceback.format_exception(exc)).rstrip()
@@ -117,6 +149,10 @@ class Liveness:
             self._report(own)
             self._settled.wait(0.05)
         return self.failure or own
+
+    def fail(self, exc: SpmdServeError) -> None:
+        """Another thread of this rank says that the job cannot go on, whatever the main thread is at."""
+        self._report(Failure(self._own.rank, self._own.hostname, "error", f"{type(exc).__name__}: {exc}"))
 
     def exchange_times(self) -> tuple[float, ...]:
         """Seconds of each rank's last exchange, by rank; for rank 0."""
@@ -140,15 +176,30 @@ class Liveness:
         self.phase = requested
         self._messenger.poke()
         if self._control is None:
+            self._messenger.heard = dict.fromkeys(self._messenger.heard, time.monotonic())  # shorter silences count now
             # The main thread may be anywhere: the signal ends a sleep or a system call, and its handler raises Stopped.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
-            _exit_after(START_STOP_S, 0, "stopped while starting")
+            _after(START_STOP_S, self._leave_for_main_thread)
         elif requested is ServicePhase.DRAIN:
-            limit = self._control.drain_timeout + GRACE_S + 1.5
-            _exit_after(limit, 1, f"the drain did not end within {limit:g} s")
+            self._limit_drain(self._control)
         else:
             _exit_after(GRACE_S, 1, "stopped by a second signal")
         self._wake()
+
+    def _leave_for_main_thread(self) -> None:
+        """It does not heed the stop: it is in a call that does not end, which may wait for another rank."""
+        if self._leaving_together or self._control is not None or self.failure is not None:
+            return
+        logger.warning("stopped while starting; leaving by force")
+        try:
+            code = self._leave_together(self._board.reopen())
+        except RuntimeError:  # the store is gone
+            code = 0
+        leave_process(code)
+
+    def _limit_drain(self, control: ControlOptions) -> None:
+        limit = control.drain_timeout + GRACE_S + 1.5
+        _exit_after(limit, 1, f"the drain did not end within {limit:g} s")
 
     def _look(self, now: float) -> None:
         messenger = self._messenger
@@ -183,7 +234,10 @@ class Liveness:
                 return self._blame(
                     peer, "lost", "its process is gone (killed, or out of memory?)" + self._last_seen(peer)
                 )
-        limit = START_SILENCE_S if control is None else min(control.step_timeout, control.control_timeout)
+        if control is not None:
+            limit = min(control.step_timeout, control.control_timeout)
+        else:
+            limit = START_SILENCE_S if self.phase is ServicePhase.RUN else STOP_SILENCE_S
         if self._suspects:
             limit = SUSPECT_SILENCE_S
         quiet = now - messenger.round_at
@@ -240,9 +294,10 @@ class Liveness:
     def _settle(self, failure: Failure, found_here: bool) -> None:
         """The job has failed: say so, end what hangs, and see to it that this process ends."""
         self.failure = failure
-        is_own = failure.rank == self._own.rank and failure.kind in ("refused", "error")  # the main thread speaks then
-        if not is_own and (self._own.rank == 0 or found_here):
+        is_own = failure.rank == self._own.rank and failure.kind in ("refused", "error") and self._concluding
+        if not is_own and (self._own.rank == 0 or found_here):  # else the main thread speaks
             logger.error("%s", failure)
+            self.spoken = True
         if failure.exit_code == 1:
             _record_for_torchrun(failure)
         if self._own.rank == 0:
@@ -278,6 +333,10 @@ def _exit_after(seconds: float, code: int, why: str) -> None:
             logger.warning("%s; leaving by force", why)
         leave_process(code)
 
-    timer = threading.Timer(seconds, force)
+    _after(seconds, force)
+
+
+def _after(seconds: float, act: Callable[[], None]) -> None:
+    timer = threading.Timer(seconds, act)
     timer.daemon = True
     timer.start()

@@ -24,11 +24,12 @@ class StopSignals:
 
     A rank that waits in a collective does not run Python's signal handlers. The interpreter's C handler still writes each
     signal's number into a pipe, which the watcher thread reads. While `interrupts` is True the Python handler also raises
-    Stopped, to end whatever the main thread does.
+    Stopped, to end whatever the main thread does. `stopped_at` is when that handler first ran.
     """
 
     def __init__(self) -> None:
         self.interrupts = True
+        self.stopped_at: float | None = None
         self._first: float | None = None
         self._phase = ServicePhase.RUN
         self._pipe_out, self._pipe_in = os.pipe()
@@ -42,6 +43,7 @@ class StopSignals:
             signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
+        self.stopped_at = self.stopped_at or time.monotonic()
         if self.interrupts:
             self.interrupts = False
             raise Stopped

@@ -94,12 +94,19 @@ class ChatTemplate:
         """The prompt's text. `extra` are the request's chat_template_kwargs.
 
         Raises:
-            RequestError: the model has no template, or the template refuses the messages.
+            RequestError: the model has no template, `extra` has what the request has fields for, or the template refuses the
+                messages.
         """
         if self._template is None:
             raise RequestError(
                 "this model has no chat template; use /v1/completions, or start the server with --chat-template",
                 param="messages",
+            )
+        taken = sorted({"messages", "add_generation_prompt"} & extra.keys())
+        if taken:
+            raise RequestError(
+                f"chat_template_kwargs has {' and '.join(taken)}; use the request's own field",
+                param="chat_template_kwargs",
             )
         tag, final = "", messages[-1]["content"]
         if continue_final_message:

@@ -6,6 +6,7 @@ kills it should the parent die while this process cannot look.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import logging
@@ -41,6 +42,12 @@ def main() -> int:
     logging.basicConfig(
         level=settings.config.server.log_level.upper(), format=f"%(levelname)s [frontend {settings.index}] %(message)s"
     )
+
+    def beat() -> None:
+        with contextlib.suppress(OSError):  # the parent does not look, or is gone
+            os.write(settings.beats, b"\0")
+
+    os.set_blocking(settings.beats, False)
     link = FrontLink(settings.address, settings.index, zmq.Context())
     http = HttpThread(
         settings.config,
@@ -48,6 +55,7 @@ def main() -> int:
         link,
         socket.socket(fileno=settings.listener),
         lambda reason: os._exit(1),
+        on_beat=beat,
         shared_metrics=True,
     )
     http.start()

@@ -70,6 +70,8 @@ class GrammarCompiler:
             raise RequestError(
                 f"{field} is too large a {kind}: it becomes a grammar of more than {MAX_SYMBOLS} symbols", param=field
             )
+        if "NoExtension" in problem:  # llguidance's name for it
+            raise RequestError(f"{field} is a {kind} that no text fits", param=field)
         if problem:
             raise RequestError(f"{field} is not a valid {kind}: {problem[:1000]}", param=field)
         if compiled.seconds > MAX_COMPILE_SECONDS:

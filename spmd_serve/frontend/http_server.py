@@ -29,6 +29,7 @@ HEAD_TIMEOUT = 30.0  # seconds from a connection, or a request's first byte, to 
 UNREAD_LIMIT = 60.0  # seconds in which a client must read something of a finished answer
 MAX_HEAD = 64 * 1024  # bytes of request line and headers
 KEEP_ALIVE_TIMEOUT = 30  # seconds that an idle connection is kept
+BEAT_INTERVAL = 0.5  # seconds between signs of life of the event loop
 LEFT_INTERVAL = 0.25  # seconds between looks whether a client has left whose connection is not read
 
 _FULL_BODY = (
@@ -250,8 +251,8 @@ def new_event_loop() -> asyncio.AbstractEventLoop:
 class HttpThread:
     """One frontend: an event loop in a thread that serves HTTP and talks to the step loop.
 
-    `on_death` is called, with a reason, if the thread ends without having been asked to. `shared_metrics` says that this
-    process is one of several whose metrics are summed.
+    `on_death` is called, with a reason, if the thread ends without having been asked to; `on_beat` by the event loop, every
+    BEAT_INTERVAL. `shared_metrics` says that this process is one of several whose metrics are summed.
     """
 
     def __init__(
@@ -262,11 +263,13 @@ class HttpThread:
         listener: socket.socket,
         on_death: Callable[[str], None],
         *,
+        on_beat: Callable[[], None] = lambda: None,
         shared_metrics: bool = False,
     ) -> None:
         self._services = make_services(config, info, link, Metrics(first=link.index == 0, shared=shared_metrics))
         self._listener = listener
         self._on_death = on_death
+        self._on_beat = on_beat
         self._stopping = False
         self._started = threading.Event()
         settings = uvicorn.Config(
@@ -323,13 +326,20 @@ class HttpThread:
     async def _serve(self) -> None:
         self._services.dispatcher.start()
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
+        beating = asyncio.create_task(self._beat())
         try:
             while not self._server.started and not serving.done():
                 await asyncio.sleep(0.005)
             self._started.set()
             await serving
         finally:
+            beating.cancel()
             self._services.dispatcher.close()
+
+    async def _beat(self) -> None:
+        while True:
+            self._on_beat()
+            await asyncio.sleep(BEAT_INTERVAL)
 
 
 def bind(host: str, port: int, count: int) -> list[socket.socket]:

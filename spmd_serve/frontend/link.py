@@ -68,6 +68,7 @@ class CoreLink:
             self._outboxes.append(outbox)
         self._lock = threading.Lock()
         self._failure: str | None = None
+        self._stuck: int | None = None  # a frontend that does not take its output
         self._pipe_out, self._pipe_in = os.pipe()
         os.set_blocking(self._pipe_out, False)
         os.set_blocking(self._pipe_in, False)
@@ -78,6 +79,9 @@ class CoreLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._hellos: set[int] = set()
         self._closed = False
+        self.explain: Callable[[], str | None] = lambda: (
+            None
+        )  # why a frontend does not take its output, if that is known
 
     def await_frontends(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Wait until every frontend is connected both ways. `check` is called meanwhile and raises if one has died.
@@ -102,6 +106,8 @@ class CoreLink:
         Raises:
             FrontendError: a frontend has died or does not take its output.
         """
+        if self._failure is None and self._stuck is not None:
+            self._failure = self.explain() or f"HTTP frontend {self._stuck} does not take its output"
         if self._failure is not None:
             raise FrontendError(self._failure)
         requests: list[Request] = []
@@ -167,7 +173,7 @@ class CoreLink:
             try:
                 self._outboxes[index].send(self._encoder.encode(message), zmq.NOBLOCK)
             except zmq.Again:
-                self._failure = self._failure or f"HTTP frontend {index} does not take its output"
+                self._stuck = index
 
 
 class FrontLink:

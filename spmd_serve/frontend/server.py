@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+import select
 import shutil
 import socket
 import subprocess
@@ -11,6 +12,7 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -25,6 +27,8 @@ from spmd_serve.frontend.metrics import MULTIPROCESS_VARIABLE
 from spmd_serve.types import ModelInfo, ServiceState
 
 START_TIMEOUT = 60.0  # seconds for child processes to load the tokenizer and listen
+LOOK_INTERVAL = 0.5  # seconds in which a child's sign of life may be looked for late
+REAP_TIMEOUT = 1.0  # seconds for the kernel to tell how a child ended whose files are closed
 
 
 class ChildSettings(msgspec.Struct):
@@ -35,6 +39,7 @@ class ChildSettings(msgspec.Struct):
     address: LinkAddress
     index: int
     listener: int  # file descriptor
+    beats: int  # file descriptor of a pipe, for signs of life
     parent: int  # process id
 
 
@@ -46,10 +51,18 @@ class Frontend:
         url: where HTTP is served.
     """
 
-    def __init__(self, link: CoreLink, url: str, context: zmq.Context[zmq.Socket[bytes]]) -> None:
+    def __init__(
+        self, link: CoreLink, url: str, context: zmq.Context[zmq.Socket[bytes]], on_death: Callable[[str], None]
+    ) -> None:
         self.link = link
         self.url = url
         self._context = context
+        self._on_death = on_death
+
+    def _died(self, reason: str) -> None:
+        """Nothing can be served any more. The step loop hears it from the link; it may not have begun, or be in a long step."""
+        self.link.fail(reason)
+        self._on_death(reason)
 
     def stop(self, timeout_s: float) -> None:
         """End what is still open with an error, let responses reach their clients for at most `timeout_s`, close all.
@@ -69,16 +82,16 @@ class Frontend:
 class ThreadFrontend(Frontend):
     """HTTP in a thread of this process, over inproc sockets."""
 
-    def __init__(self, config: Config, info: ModelInfo) -> None:
+    def __init__(self, config: Config, info: ModelInfo, on_death: Callable[[str], None]) -> None:
         (listener,) = bind(config.server.host, config.server.port, 1)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = LinkAddress("inproc://inbox", ("inproc://outbox.0",))
         link = CoreLink(address, context)
-        super().__init__(link, url_of(listener), context)
+        super().__init__(link, url_of(listener), context, on_death)
         self._thread: HttpThread | None = None
         front = FrontLink(address, 0, context)
         try:
-            self._thread = HttpThread(config, info, front, listener, link.fail)
+            self._thread = HttpThread(config, info, front, listener, self._died)
             self._thread.start()
             link.await_frontends(START_TIMEOUT, lambda: None)
         except BaseException:
@@ -92,9 +105,13 @@ class ThreadFrontend(Frontend):
 
 
 class ProcessFrontend(Frontend):
-    """HTTP in `count` child processes, over ipc sockets in a private folder. A child that dies ends the job."""
+    """HTTP in `count` child processes, over ipc sockets in a private folder. A child that dies, or is silent, ends the job.
 
-    def __init__(self, config: Config, info: ModelInfo, count: int) -> None:
+    Each has a pipe for signs of life, whose end also tells that the child is gone. Like a rank, a child may be silent for
+    --step-timeout or --control-timeout, whichever is shorter.
+    """
+
+    def __init__(self, config: Config, info: ModelInfo, count: int, on_death: Callable[[str], None]) -> None:
         listeners = bind(config.server.host, config.server.port, count)
         share = math.ceil(config.server.max_connections / count)
         config = replace(config, server=replace(config.server, max_connections=share))
@@ -104,27 +121,34 @@ class ProcessFrontend(Frontend):
             f"ipc://{self._folder}/inbox", tuple(f"ipc://{self._folder}/outbox.{i}" for i in range(count))
         )
         link = CoreLink(address, context)
-        super().__init__(link, url_of(listeners[0]), context)
+        super().__init__(link, url_of(listeners[0]), context, on_death)
+        link.explain = lambda: self._how_one_ended(REAP_TIMEOUT)
         self._stopping = False
-        self._children = [
-            self._spawn(ChildSettings(config, info, address, index, listener.fileno(), os.getpid()))
-            for index, listener in enumerate(listeners)
-        ]
+        self._silence_limit = min(config.control.step_timeout, config.control.control_timeout)
+        self._children: list[subprocess.Popen[bytes]] = []
+        self._beats: list[int] = []  # the pipes' ends here, by child
+        for index, listener in enumerate(listeners):
+            own_end, child_end = os.pipe()
+            settings = ChildSettings(config, info, address, index, listener.fileno(), child_end, os.getpid())
+            self._children.append(self._spawn(settings))
+            self._beats.append(own_end)
+            os.close(child_end)
         for listener in listeners:
             listener.close()
+        self._watch = threading.Thread(target=self._watch_children, name="frontend-watch", daemon=True)
         try:
             link.await_frontends(START_TIMEOUT, self._check_children)
         except BaseException:
             self.stop(0)
             raise
-        threading.Thread(target=self._watch_children, name="frontend-watch", daemon=True).start()
+        self._watch.start()
 
     def _spawn(self, settings: ChildSettings) -> subprocess.Popen[bytes]:
         environment = os.environ | {MULTIPROCESS_VARIABLE: str(self._folder)}
         child = subprocess.Popen(
             [sys.executable, "-m", "spmd_serve.frontend.child"],
             stdin=subprocess.PIPE,
-            pass_fds=[settings.listener],
+            pass_fds=[settings.listener, settings.beats],
             env=environment,
         )
         assert child.stdin is not None
@@ -138,20 +162,45 @@ class ProcessFrontend(Frontend):
         return [child.pid for child in self._children]
 
     def _check_children(self) -> None:
-        for index, child in enumerate(self._children):
-            code = child.poll()
-            if code is not None:
-                raise FrontendError(f"HTTP frontend process {index} ended with code {code}; see the log above")
+        reason = self._how_one_ended()
+        if reason is not None:
+            raise FrontendError(reason)
+
+    def _how_one_ended(self, patience_s: float = 0.0) -> str | None:
+        """What is to be said of a child that has ended; None if there is none."""
+        deadline = time.monotonic() + patience_s
+        while True:
+            for index, child in enumerate(self._children):
+                code = child.poll()
+                if code is not None:
+                    return f"HTTP frontend process {index} ended with code {code}; see the log above"
+            if time.monotonic() >= deadline:
+                return None
+            time.sleep(0.01)
 
     def _watch_children(self) -> None:
+        poller = select.poll()
+        for beats in self._beats:
+            poller.register(beats, select.POLLIN)
+        silence = dict.fromkeys(self._beats, 0.0)
+        last = time.monotonic()
         while not self._stopping:
-            try:
-                self._check_children()
-            except FrontendError as error:
-                if not self._stopping:
-                    self.link.fail(str(error))
-                return
-            time.sleep(0.2)
+            heard = [beats for beats, _ in poller.poll(1000 * LOOK_INTERVAL)]
+            now = time.monotonic()
+            took = min(now - last, 2 * LOOK_INTERVAL)  # no more: this process was suspended, perhaps as they were
+            last = now
+            for index, beats in enumerate(self._beats):
+                silence[beats] = 0.0 if beats in heard else silence[beats] + took
+                reason = None
+                if beats in heard and not os.read(beats, 4096):
+                    reason = self._how_one_ended(REAP_TIMEOUT) or f"HTTP frontend process {index} is gone"
+                elif silence[beats] > self._silence_limit:
+                    reason = f"HTTP frontend process {index} has given no sign of life for {silence[beats]:.1f} s"
+                if reason is not None:
+                    if not self._stopping:
+                        self._died(reason)
+                        self._children[index].kill()  # a stopped one would keep its clients waiting
+                    return
 
     def _stop_serving(self, timeout_s: float) -> bool:
         self._stopping = True
@@ -165,6 +214,10 @@ class ProcessFrontend(Frontend):
             except subprocess.TimeoutExpired:
                 child.kill()
                 child.wait()
+        if self._watch.ident is not None:
+            self._watch.join()
+        for beats in self._beats:
+            os.close(beats)
         shutil.rmtree(self._folder, ignore_errors=True)
         return True
 
@@ -177,8 +230,11 @@ def url_of(listener: socket.socket) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def start_frontend(config: Config, info: ModelInfo) -> Frontend:
+def start_frontend(config: Config, info: ModelInfo, on_death: Callable[[str], None] = lambda reason: None) -> Frontend:
     """Start what --frontend asks for; it listens at once and answers 503 until the link's state is READY. auto is a thread here.
+
+    Args:
+        on_death: called by another thread, with the reason, if it ends without having been asked to.
 
     Raises:
         FrontendError: the port is in use, or the frontend did not start.
@@ -186,5 +242,5 @@ def start_frontend(config: Config, info: ModelInfo) -> Frontend:
     """
     kind, _, count = config.server.frontend.partition(":")
     if kind != "process":
-        return ThreadFrontend(config, info)
-    return ProcessFrontend(config, info, int(count or 1))
+        return ThreadFrontend(config, info, on_death)
+    return ProcessFrontend(config, info, int(count or 1), on_death)

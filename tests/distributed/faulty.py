@@ -4,6 +4,9 @@ Environment:
     FAULT        what to do wrong, on rank FAULT_RANK (1 unless set):
                  software   reports another version of torch
                  slowload   loads for a minute
+                 stuckload  the same, in a call that no signal ends
+                 latemeet   comes three seconds late to the meeting of the ranks
+                 lateready  sees two seconds late that all are ready
                  badload    finds the model damaged while the others load for a minute
                  slow       steps take four times as long
                  raise, token, hang, stop, kill    in a step: raises, samples another token, hangs, SIGSTOP, SIGKILL
@@ -11,12 +14,14 @@ Environment:
     SKEW         seconds by which the clock of rank FAULT_RANK is off
     HASHSEEDS    if set, every rank gets another PYTHONHASHSEED
     CONNECT_S    how long ranks wait for each other at the start, instead of the product's own time
+    SILENCE_S    how long a rank may be silent after a stop while starting, instead of the product's own time
 
 Faults of the forward pass fire in the step that admits a request with the seed TRIGGER_SEED.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import sys
@@ -42,7 +47,12 @@ def main() -> None:
         from spmd_serve.distributed import board
 
         board.CONNECT_TIMEOUT_S = float(os.environ["CONNECT_S"])
+    if os.environ.get("SILENCE_S"):
+        from spmd_serve.distributed import liveness
+
+        liveness.STOP_SILENCE_S = float(os.environ["SILENCE_S"])
     _replace_runner()
+    _come_late()
     if FAULT == "software":
         _pretend_other_software()
     product.run()
@@ -103,6 +113,12 @@ def _replace_runner() -> None:
         if FAULT == "slowload":
             print("loading slowly", flush=True)
             time.sleep(60)
+        if FAULT == "stuckload":
+            print("loading slowly", flush=True)
+            end = time.monotonic() + 60
+            while time.monotonic() < end:
+                with contextlib.suppress(BaseException):
+                    time.sleep(60)
         if FAULT == "badload":
             raise ModelError("injected into the loading")
         if os.environ.get("FAULT") == "badload":
@@ -110,6 +126,28 @@ def _replace_runner() -> None:
         return TinyRunner(comm)
 
     assembly.build_runner = build_runner
+
+
+def _come_late() -> None:
+    from spmd_serve.distributed import board
+
+    meet, gather = board.open_board, board.Board.gather
+
+    def meet_late(*arguments: object) -> board.Board:
+        print("meeting late", flush=True)
+        time.sleep(3)
+        return meet(*arguments)
+
+    def gather_late(self: board.Board, name: str, value: object) -> list[object]:
+        values = gather(self, name, value)
+        if name == "ready":
+            time.sleep(2)
+        return values
+
+    if FAULT == "latemeet":
+        board.open_board = meet_late
+    if FAULT == "lateready":
+        board.Board.gather = gather_late
 
 
 def _pretend_other_software() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import socket
 import time
@@ -50,6 +51,34 @@ def test_a_fault_in_a_step(
         ] or job.log.rstrip().endswith("=")
     assert running.await_end(1) in clients_see, running.detail
     assert trigger.await_end(1) in (*clients_see, "refused"), trigger.detail
+
+
+@pytest.mark.parametrize(
+    ("number", "says", "limit_s"),
+    [
+        (signal.SIGKILL, "ended with code -9", 6),
+        (signal.SIGSTOP, "has given no sign of life for", 9),
+    ],
+)
+@pytest.mark.parametrize("loading", [False, True])
+def test_a_frontend_process_that_is_gone_or_stopped(
+    start_job: StartJob, number: int, says: str, limit_s: float, loading: bool
+) -> None:
+    fault = {"FAULT": "slowload", "FAULT_RANK": "0"} if loading else {}
+    job = start_job("--frontend", "process", *SHORT, env=fault)
+    if loading:
+        assert wait_until(lambda: "loading slowly" in job.log and job.health() == 503, 60), job.log
+        streams = []
+    else:
+        streams = [job.await_ready().stream().await_chunks()]
+    began = time.monotonic()
+    (frontend,) = job.frontends()
+    os.kill(frontend, number)
+    assert job.await_end(limit_s) != 0
+    job.note(f"{signal.Signals(number).name} of a frontend process, {loading=}", time.monotonic() - began)
+    said = f"rank 0 ({HOST}) failed: FrontendError: HTTP frontend process 0 {says}"
+    assert [said in line for line in job.log.splitlines() if " ERROR rank " in line] == [True]
+    assert [stream.await_end(1) for stream in streams] == ["broken"] * len(streams)
 
 
 @pytest.mark.parametrize("rank", [0, 1])

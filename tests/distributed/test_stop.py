@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import signal
+import socket
 import time
 from collections.abc import Callable
 
+import pytest
 from torchrun_job import Job, wait_until
 
 StartJob = Callable[..., Job]
+HOST = socket.gethostname()
 
 
 def test_sigterm_to_torchrun_ends_what_does_not_finish_in_time(start_job: StartJob) -> None:
@@ -57,3 +60,53 @@ def test_sigterm_to_one_rank_while_loading(start_job: StartJob) -> None:
     job.await_end(10)
     assert [process.returncode for process in job.processes] == [0, 0], job.log
     assert "ERROR" not in job.log
+
+
+@pytest.mark.parametrize(
+    ("suspended", "load", "told"),
+    [(1, "slowload", 0), (0, "slowload", 1), (1, "stuckload", 0), (1, "slowload", None)],
+)
+def test_a_rank_that_is_suspended_does_not_keep_the_others_while_loading(
+    start_job: StartJob, suspended: int, load: str, told: int | None
+) -> None:
+    """torchrun waits for every rank: those that can leave name the one that cannot, and end it."""
+    job = start_job(env={"FAULT": load, "FAULT_RANK": str(1 - suspended), "SILENCE_S": "2"})
+    assert wait_until(lambda: "loading slowly" in job.log and job.health() == 503, 60), job.log
+    began = time.monotonic()
+    job.signal_rank(suspended, signal.SIGSTOP)
+    if told is None:
+        job.signal(signal.SIGTERM)
+    else:
+        job.signal_rank(told, signal.SIGTERM)
+    assert job.await_end(12) != 0
+    job.note(f"SIGTERM to {told} while loading ({load}), {suspended} suspended", time.monotonic() - began)
+    assert f"rank {suspended} ({HOST}) is lost: no sign of life for" in job.log
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_is_killed_while_loading_is_named(start_job: StartJob, rank: int) -> None:
+    """torchrun's SIGTERM is mostly the first that the others hear of it."""
+    job = start_job(env={"FAULT": "slowload", "FAULT_RANK": str(1 - rank)})
+    assert wait_until(lambda: "loading slowly" in job.log and job.health() == 503, 60), job.log
+    job.signal_rank(rank, signal.SIGKILL)
+    assert job.await_end(8) != 0
+    assert f"rank {rank} ({HOST}) is lost: its process is gone" in job.log
+    assert "stopped while starting" not in job.log
+
+
+def test_sigterm_to_one_rank_before_the_ranks_have_met(start_job: StartJob) -> None:
+    """The others do not know it yet, and would wait for it."""
+    job = start_job(env={"FAULT": "latemeet"})
+    assert wait_until(lambda: "meeting late" in job.log, 60), job.log
+    job.signal_rank(1, signal.SIGTERM)
+    assert job.await_end(20) == 0, job.log
+    assert "stopped while starting" in job.log
+
+
+def test_sigterm_when_some_ranks_serve_and_others_do_not_yet(start_job: StartJob) -> None:
+    """Those that serve wait for the others in their first step: it is no stop while starting any more, on no rank."""
+    job = start_job(env={"FAULT": "lateready"}).await_ready()
+    job.signal_rank(0, signal.SIGTERM)
+    assert job.await_end(12) == 0, job.log
+    assert "stopped: all 2 ranks" in job.log
+    assert "stopped while starting" not in job.log

@@ -84,6 +84,11 @@ class Job:
                 found[int(environment["RANK"])] = pid
         return found
 
+    def frontends(self) -> list[int]:
+        """Process ids of the frontend's own processes."""
+        processes = [pid for pid, _ in live_processes("SPMD_TEST_JOB", self.tag)]
+        return [pid for pid in processes if b"frontend.child" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
     def survivors(self) -> list[int]:
         return [pid for pid, _ in live_processes("SPMD_TEST_JOB", self.tag)]
 

@@ -19,7 +19,7 @@ import pytest
 from support.fake_service import FakeService, fake_info, model_folder, start_fake
 from support.server import wait_until
 
-from spmd_serve.config import Config, ServerOptions
+from spmd_serve.config import Config, ControlOptions, ServerOptions
 from spmd_serve.errors import FrontendError, ModelError
 from spmd_serve.frontend.link import UID_SHIFT
 from spmd_serve.frontend.server import ProcessFrontend, start_frontend
@@ -103,6 +103,38 @@ def test_a_child_that_dies_fails_the_core() -> None:
             wait_until("the link fails", lambda: bool(service.frontend.link.drain()[0]), 3)
     finally:
         service.frontend.stop(0.1)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the core ends as it should
+def test_a_stopped_child_ends_all_requests_once() -> None:
+    """Its own clients see their connections end, the other's get an error."""
+    config = Config(server=ServerOptions(frontend="process:2"), control=ControlOptions(step_timeout=1.5))
+    service = start_fake(config, step_interval=0.005)
+    deaths: list[str] = []
+
+    def die(reason: str) -> None:
+        deaths.append(reason)
+        service.frontend.link.set_state(ServiceState.FAILED, reason)
+
+    service.frontend._on_death = die
+    try:
+
+        async def run() -> list[str]:
+            async with httpx.AsyncClient(timeout=20) as client:
+                posts = [client.post(f"{service.url}/v1/completions", json=LONG) for _ in range(12)]
+                tasks = [asyncio.create_task(post) for post in posts]
+                while service.core.busy < 12 or service.core.tokens < 24:
+                    await asyncio.sleep(0.01)
+                os.kill(pids(service)[0], signal.SIGSTOP)
+                results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 6)
+                return [r.text if isinstance(r, httpx.Response) else type(r).__name__ for r in results]
+
+        ends = asyncio.run(run())
+        (reason,) = deaths
+        assert "process 0 has given no sign of life" in reason
+        assert all(end == "RemoteProtocolError" or end.count(reason) == 1 for end in ends), ends
+    finally:
+        service.close()
 
 
 def test_a_child_that_cannot_start_is_an_error(tmp_path: Path) -> None:

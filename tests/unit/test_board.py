@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 
 import pytest
@@ -92,12 +93,10 @@ def own(rank: int, ticket: str, world_size: int = 2) -> Peer:
 
 
 def roll(store: HashStore, *members: Peer, deadline_s: float = 5.0) -> list[object]:
-    import time
-
-    deadline = time.monotonic() + deadline_s
+    patience = module._Patience(deadline_s)
     return in_threads(
         [
-            lambda m=m: (module._call_roll if m.rank == 0 else module._answer_roll)(store, m, deadline)  # type: ignore[misc]
+            lambda m=m: (module._call_roll if m.rank == 0 else module._answer_roll)(store, m, patience)  # type: ignore[misc]
             for m in members
         ]
     )
@@ -121,3 +120,18 @@ def test_world_sizes_that_differ_are_told_to_everybody() -> None:
 def test_a_rank_that_does_not_come_is_named() -> None:
     (error,) = roll(HashStore(), own(0, "a0", 3), deadline_s=0.1)
     assert isinstance(error, DistributedError) and "rank 1, 2 of 3 did not come" in str(error)
+
+
+def test_a_rank_that_is_to_stop_waits_less_long_for_the_others() -> None:
+    stopped_at: list[float | None] = [None]
+    patience = module._Patience(28.0, lambda: stopped_at[0])
+    assert patience.seconds == 28.0 and not patience.is_over()
+    stopped_at[0] = time.monotonic() + 10.0
+    assert patience.seconds == pytest.approx(10.0 + module._STOPPED_S, abs=1.0)
+    stopped_at[0] = time.monotonic() + 27.0
+    assert patience.seconds == 28.0
+
+
+def test_whether_the_job_begins_is_decided_once() -> None:
+    one, other = boards(2)
+    assert [one.decide("serve"), other.decide("stop"), one.decide("stop")] == ["serve"] * 3

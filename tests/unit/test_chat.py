@@ -106,6 +106,13 @@ def test_template_helpers(tokenizer: TextTokenizer) -> None:
     assert text == '"<é>"w%'
 
 
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+def test_kwargs_that_the_request_has_fields_for_are_refused_by_name(tokenizer: TextTokenizer, name: str) -> None:
+    with pytest.raises(RequestError, match=f"has {name}") as caught:
+        render(own("{{ messages }}", tokenizer), [{"role": "user", "content": "x"}], extra={name: []})
+    assert caught.value.param == "chat_template_kwargs"
+
+
 def test_wrong_use_of_a_template_is_the_clients_error(tokenizer: TextTokenizer) -> None:
     for source in (
         "{{ raise_exception('no system role') }}",

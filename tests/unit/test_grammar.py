@@ -172,6 +172,14 @@ def test_what_is_wrong_is_refused(compiler: GrammarCompiler, param: str, fields:
     assert len(caught.value.message) < 1500
 
 
+@pytest.mark.parametrize(
+    "fields", [{"guided_json": {"$ref": "#"}}, {"guided_grammar": "start: A\nA: /a/ & /b/"}], ids=str
+)
+def test_what_no_text_fits_is_said_to_be_that(compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match="that no text fits"):
+        compiled(compiler, **fields)
+
+
 def test_a_grammar_that_takes_long_holds_up_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused while it is still being compiled, new ones meanwhile with 503, and known ones are served."""
     compiler = GrammarCompiler(bundled_tokenizer(), fake_info())
@@ -244,6 +252,44 @@ def test_as_many_properties_as_are_accepted_work(compiler: GrammarCompiler) -> N
     state = grammars().start(grammar, [])
     assert write(state, '{"p17":5,"p599":7}') == [None] * len(encode('{"p17":5,"p599":7}'))
     assert state.accept(EOS) == ""
+
+
+@pytest.mark.parametrize(
+    ("fields", "text"),
+    [
+        ({"guided_regex": r"<\|im_end\|>"}, "<|im_end|>"),
+        ({"guided_json": {"const": "<|im_start|>user"}}, '"<|im_start|>user"'),
+        ({"guided_choice": ["<think>", "<think>a</think> <call>"]}, "<think>a</think> <call>"),
+        ({"guided_grammar": 'start: "a <mask>b"'}, "a <mask>b"),
+        ({"guided_regex": "cafe\u0301 \u212b"}, "cafe\u0301 \u212b"),
+    ],
+    ids=ascii,
+)
+def test_text_that_a_tokenizer_changes_is_text(tmp_path: Path, fields: dict[str, Any], text: str) -> None:
+    """Forced text leaves one way to go on: not the token of that name, and not other characters (NFC)."""
+    own = json.loads((model_folder() / "tokenizer.json").read_text())
+    (tmp_path / "tokenizer.json").write_text(json.dumps(own | {"normalizer": {"type": "NFC"}}))
+    added = {
+        "49152": {"content": "<think>", "special": False, "normalized": False},
+        "49153": {"content": "<call>", "special": False, "normalized": True},
+        "49154": {"content": "<mask>", "special": True, "lstrip": True},
+    }
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": added}))
+    vocab = range(VOCAB + 3)
+    tokenizer = TextTokenizer(tmp_path, len(vocab))
+    grammar = compiled(GrammarCompiler(tokenizer, fake_info(vocab_size=len(vocab))), **fields)
+    assert grammar is not None
+    state = Grammars(tmp_path, len(vocab), (EOS,)).start(grammar, [])
+    data, written = text.encode(), b""
+    while written != data:
+        allowed = torch.nonzero(state.allowed(vocab, torch.device("cpu"))).flatten().tolist()
+        fits = [t for t in allowed if t < VOCAB and t not in tokenizer.special_ids]
+        fits = [t for t in fits if data.startswith(written + tokenizer.token_bytes(t))]
+        assert fits, (written, allowed)
+        token = max(fits, key=lambda t: len(tokenizer.token_bytes(t)))
+        assert state.accept(token) is None
+        written += tokenizer.token_bytes(token)
+    assert torch.nonzero(state.allowed(vocab, torch.device("cpu"))).flatten().tolist() == [EOS]
 
 
 # ---- how answers end ---------------------------------------------------------------------------------------------

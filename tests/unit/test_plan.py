@@ -386,7 +386,7 @@ CHAT_ONLY = [
         {"messages": [{"role": "assistant", "tool_calls": [{"id": "1", "function": {"name": "f", "arguments": "{"}}]}]},
     ),
     ("messages", {"messages": [{"role": "user", "content": "word " * CONTEXT}]}),
-    ("messages", {"messages": HELLO, "chat_template_kwargs": {"messages": 5}}),
+    ("chat_template_kwargs", {"messages": HELLO, "chat_template_kwargs": {"messages": 5}}),
     ("max_tokens", {"max_tokens": 5, "max_completion_tokens": 6}),
     ("max_completion_tokens", {"max_completion_tokens": 0}),
     ("max_tokens", {"max_tokens": 0}),
