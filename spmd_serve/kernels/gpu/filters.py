@@ -14,7 +14,7 @@ from torch import Tensor
 from spmd_serve.kernels.filters import Filters
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
 
-BLOCK = 8192
+BLOCK_BYTES = 16384
 WARPS = 32
 STAGES = tl.constexpr(6)  # blocks on their way
 
@@ -27,7 +27,7 @@ def lowest_kept(parts: Tensor, filters: Filters, slots: Tensor) -> Tensor:
     _lowest_kept[(rows,)](
         parts, filters.temperature, filters.top_k, filters.top_p, filters.min_p, slots, out,
         n, width, parts.stride(0), parts.stride(1),
-        SHIFT=16 if parts.dtype == torch.bfloat16 else 0, BLOCK=min(BLOCK, triton.next_power_of_2(width)), num_warps=WARPS,
+        SHIFT=16 if parts.dtype == torch.bfloat16 else 0, BLOCK=min(BLOCK_BYTES // parts.itemsize, triton.next_power_of_2(width)), num_warps=WARPS,
         **launch_options(2),  # an early start is not worth a second compilation
     )  # fmt: skip
     return out
@@ -62,7 +62,7 @@ def _largest(row, parts, width, part_stride, BLOCK: tl.constexpr):
     for part in range(parts):
         for start in tl.range(0, width, BLOCK, num_stages=STAGES):
             at = start + lanes
-            logits = tl.load(row + part * part_stride + at, mask=at < width, other=float("-inf"))
+            logits = tl.load(row + part * part_stride.to(tl.int64) + at, mask=at < width, other=float("-inf"))
             best = tl.maximum(best, logits.to(tl.float32))
     return tl.max(best, axis=0)
 
@@ -77,7 +77,9 @@ def _count_above(row, parts, width, part_stride, a, b, c, SHIFT: tl.constexpr, B
     for part in range(parts):
         for start in tl.range(0, width, BLOCK, num_stages=STAGES):
             at = start + lanes
-            keys = _keys(tl.load(row + part * part_stride + at, mask=at < width, other=float("-inf")), SHIFT)
+            keys = _keys(
+                tl.load(row + part * part_stride.to(tl.int64) + at, mask=at < width, other=float("-inf")), SHIFT
+            )
             above_a += (keys >= a).to(tl.int32)
             above_b += (keys >= b).to(tl.int32)
             above_c += (keys >= c).to(tl.int32)
@@ -94,7 +96,9 @@ def _weigh_above(row, parts, width, part_stride, largest, inverse, a, b, c, SHIF
     for part in range(parts):
         for start in tl.range(0, width, BLOCK, num_stages=STAGES):
             at = start + lanes
-            logits = tl.load(row + part * part_stride + at, mask=at < width, other=float("-inf")).to(tl.float32)
+            logits = tl.load(row + part * part_stride.to(tl.int64) + at, mask=at < width, other=float("-inf")).to(
+                tl.float32
+            )
             keys = _keys(logits, SHIFT)
             if tl.max(keys, axis=0) > a:  # most blocks have nothing there
                 weights = tl.exp((logits - largest) * inverse)
