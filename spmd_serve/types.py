@@ -53,20 +53,22 @@ class SamplingParams:
     grammar: str | None = None  # llguidance grammar (serialised), validated on rank 0
 
     @property
-    def is_plain(self) -> bool:
-        """True when greedy or temperature sampling is all that is asked for (no filter, penalty, bias, grammar, logprobs)."""
-        return (
-            self.top_k == 0
-            and self.top_p >= 1.0
-            and self.min_p <= 0.0
-            and self.min_tokens == 0
-            and self.presence_penalty == 0.0
-            and self.frequency_penalty == 0.0
-            and self.repetition_penalty == 1.0
-            and not self.logit_bias
-            and self.logprobs is None
-            and self.prompt_logprobs is None
-            and self.grammar is None
+    def is_filtered(self) -> bool:
+        """Whether top-k, top-p or min-p may keep tokens from being drawn."""
+        return self.temperature > 0 and (self.top_k > 0 or self.top_p < 1.0 or self.min_p > 0.0)
+
+    @property
+    def needs_extras(self) -> bool:
+        """Whether a row has state or results of its own: penalties, bias, min_tokens, a grammar, log-probabilities."""
+        return bool(
+            self.min_tokens
+            or self.presence_penalty
+            or self.frequency_penalty
+            or self.repetition_penalty != 1.0
+            or self.logit_bias
+            or self.logprobs is not None
+            or self.prompt_logprobs is not None
+            or self.grammar is not None
         )
 
     def problem(self, vocab_size: int) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -29,6 +29,8 @@ from spmd_serve.types import NewRow, PrefillChunk, SamplingParams, ScheduledBatc
 
 logger = logging.getLogger(__name__)
 
+_PLAIN = SamplingParams(max_tokens=1, temperature=1.0)
+_FILTERED = SamplingParams(max_tokens=1, temperature=1.0, top_k=20, top_p=0.9)
 _LOGPROB_ROWS = 128  # prompt logprobs are computed this many rows at a time: rows x vocabulary float32 is large
 
 
@@ -83,7 +85,8 @@ class ModelRunner:
         self._rows = RowTable(limits.max_num_seqs, max_pages, device)
         self._sampler = Sampler(comm, partition.vocab, model.vocab_size)
         self._grammars = grammars
-        self._extras: dict[int, RowExtras] = {}  # slot -> extras, for the rows whose params are not plain
+        self._extras: dict[int, RowExtras] = {}  # slot -> extras, for the rows that need them
+        self._filtered: set[int] = set()  # slots of rows with top-k, top-p or min-p
         self._kv: KVCache | None = None
         self._graphs: DecodeGraphs | None = None
 
@@ -99,10 +102,15 @@ class ModelRunner:
                 graphs.capture(progress=self._comm.rank == 0)
             self._graphs = graphs
         if self._device.type == "cuda":
-            # Kernels of small chunks compile now, not under the first requests.
-            for count in (1, 8, 40, 100):
+            # Kernels of small chunks, and those of filters over both types of logits, compile now and not under the first requests.
+            for count, params in (
+                (1, _PLAIN),
+                (8, _FILTERED),
+                (40, replace(_FILTERED, presence_penalty=1.0)),
+                (100, _PLAIN),
+            ):
                 if count <= min(self._limits.max_batch_tokens, self._limits.max_model_len, num_pages):
-                    self._run_dummy([count])
+                    self._run_dummy([count], params)
 
     def close(self) -> None:
         """Let go of what would keep the ranks' process group from closing. No step may follow."""
@@ -125,7 +133,8 @@ class ModelRunner:
         self._run_dummy(counts)
         pool = self._kv.nbytes
         self._kv = None
-        logits = 2 * 4 * limits.max_num_seqs * len(self._partition.vocab)
+        # Logits in float32, as they were, and which are filtered.
+        logits = (4 + 4 + 1) * limits.max_num_seqs * len(self._partition.vocab)
         if cuda_graphs:  # the logits of each size stay
             itemsize = 4 if self._model.final_softcap else self._decoder.dtype.itemsize
             logits += itemsize * sum(self._graph_sizes()) * len(self._partition.vocab)
@@ -134,14 +143,13 @@ class ModelRunner:
     def _graph_sizes(self) -> list[int]:
         return graph_sizes(min(self._limits.max_num_seqs, self._limits.max_batch_tokens))
 
-    def _run_dummy(self, counts: list[int]) -> None:
+    def _run_dummy(self, counts: list[int], params: SamplingParams = _PLAIN) -> None:
         """Prefill rows of `counts` tokens in pages from 0 on. What it leaves behind is overwritten by admissions."""
         batch = ScheduledBatch(0, [])
         first = 0
         for slot, count in enumerate(counts):
             pages = -(-count // self._limits.page_size)
             tokens = array("i", [0]) * count
-            params = SamplingParams(max_tokens=1, temperature=1.0)
             batch.new_rows.append(NewRow(slot, slot, params, tokens, count, count, 0))
             batch.page_writes.append((slot, 0, list(range(first, first + pages))))
             batch.chunks.append(PrefillChunk(slot, 0, tokens, True))
@@ -176,7 +184,10 @@ class ModelRunner:
         rows.write_pages(batch.page_writes)
         for row in batch.new_rows:
             self._extras.pop(row.slot, None)
-            if not row.params.is_plain:
+            self._filtered.discard(row.slot)
+            if row.params.is_filtered:
+                self._filtered.add(row.slot)
+            if row.params.needs_extras:
                 self._extras[row.slot] = RowExtras.create(
                     row, self._partition.vocab, self._model.eos_token_ids, self._device, self._grammars
                 )
@@ -193,12 +204,8 @@ class ModelRunner:
         if not step.sample_slots_host:
             return PendingStep(lambda: StepTokens([], {}, _read(prompt_logprobs)))
         logits = self._decoder.logits(hidden if step.sample_rows is None else hidden[step.sample_rows])
-        extras = self._sampled_extras(step.sample_slots_host)
-        raw = None
-        if extras:
-            logits = logits.float()
-            raw = self._process(logits, step.sample_slots_host, extras)
-        slots = step.sample_slots
+        extras, slots = self._sampled_extras(step.sample_slots_host), step.sample_slots
+        logits, raw = self._process(logits, step.sample_slots_host, slots, extras)
         tokens = self._draw(logits, slots, self._rows.length[slots])
         self._rows.last_token.index_copy_(0, slots, tokens)
         return self._pending(tokens, extras, raw, prompt_logprobs)
@@ -209,11 +216,10 @@ class ModelRunner:
         for slot in slots:
             self._rows.lengths[slot] += 1
         extras = self._sampled_extras(slots)
-        if not extras:
+        if not extras and not self._any_filtered(slots):
             return self._pending(graphs.run(slots), [], None, {})
         device_slots, logits = graphs.run_forward(slots)
-        logits = logits.float()
-        raw = self._process(logits, slots, extras)
+        logits, raw = self._process(logits, slots, device_slots, extras)
         return self._pending(self._decode_sample(logits, device_slots), extras, raw, {})
 
     def _decode_forward(self, slots: Tensor) -> Tensor:
@@ -234,21 +240,25 @@ class ModelRunner:
 
     # ---- from logits to tokens -----------------------------------------------------------------------------------
 
-    def _process(self, logits: Tensor, slots: list[int], extras: list[tuple[int, RowExtras]]) -> Tensor | None:
-        """Apply what some rows ask for to the logits, in place. Returns the raw logits of rows that want logprobs."""
-        if not extras:
-            return None
-        wants = [i for i, extra in extras if extra.params.logprobs is not None]
-        raw = logits[torch.tensor(wants, device=self._device)] if wants else None
-        for i, extra in extras:
-            extra.process_(logits[i])
-        self._sampler.filter_(logits, [self._params(slot) for slot in slots])
-        return raw
+    def _process(
+        self, logits: Tensor, slots: list[int], device_slots: Tensor, extras: list[tuple[int, RowExtras]]
+    ) -> tuple[Tensor, Tensor | None]:
+        """Apply what some rows ask for. Returns the logits, changed in place or new, and the raw ones of rows that want logprobs."""
+        raw = None
+        if extras:
+            logits = logits.float()
+            wants = [i for i, extra in extras if extra.params.logprobs is not None]
+            raw = logits[torch.tensor(wants, device=self._device)] if wants else None
+            for i, extra in extras:
+                extra.process_(logits[i])
+        if self._any_filtered(slots):
+            self._sampler.filter_(logits, self._rows.filters, device_slots)  # collective
+        return logits, raw
 
     def _draw(self, logits: Tensor, slots: Tensor, positions: Tensor) -> Tensor:
         """A token per row; `positions` are those of the new tokens. Collective."""
         rows = self._rows
-        return self._sampler.sample(logits, rows.temperature, rows.seed, positions, slots)
+        return self._sampler.sample(logits, rows.filters.temperature, rows.seed, positions, slots)
 
     def _pending(
         self,
@@ -293,16 +303,14 @@ class ModelRunner:
         return read
 
     def _sampled_extras(self, slots: list[int]) -> list[tuple[int, RowExtras]]:
-        """(sampled-row index, extras) of the rows that are not plain."""
+        """(sampled-row index, extras) of the rows that have any."""
         if not self._extras:
             return []
         found = ((i, self._extras.get(slot)) for i, slot in enumerate(slots))
         return [(i, extra) for i, extra in found if extra is not None]
 
-    def _params(self, slot: int) -> SamplingParams:
-        params = self._rows.params[slot]
-        assert params is not None
-        return params
+    def _any_filtered(self, slots: list[int]) -> bool:
+        return bool(self._filtered) and not self._filtered.isdisjoint(slots)
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, step: ForwardBatch, hidden: Tensor

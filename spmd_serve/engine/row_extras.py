@@ -1,4 +1,4 @@
-"""What only some rows need: penalties, logit bias, min_tokens, grammars, prompt logprobs. Plain rows cost nothing here."""
+"""What only some rows need: penalties, logit bias, min_tokens, grammars, prompt logprobs. Other rows cost nothing here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from spmd_serve.types import NewRow, SamplingParams
 
 @dataclass
 class RowExtras:
-    """Mutable state of one row whose params are not plain. Tensors cover this rank's vocabulary rows.
+    """Mutable state of one row whose params need them. Tensors cover this rank's vocabulary rows.
 
     `generated` counts sampled tokens, those of launched steps included; `prompt` is kept for prompt logprobs only.
     """

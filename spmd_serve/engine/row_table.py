@@ -11,7 +11,8 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from spmd_serve.types import NewRow, SamplingParams
+from spmd_serve.kernels.filters import Filters
+from spmd_serve.types import NewRow
 
 
 class RowTable:
@@ -21,8 +22,8 @@ class RowTable:
         last_token int64: the token that the row's next decode step consumes.
         length int64: tokens of the row whose K and V are computed (or will be, by the steps launched so far).
         page_table int32 [., max_pages].
-        temperature float32, seed int64.
-    Host side: `lengths`, `pages` and `params` mirror what was launched.
+        seed int64; filters, which hold the temperature.
+    Host side: `lengths` and `pages` mirror what was launched.
     """
 
     def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
@@ -33,11 +34,15 @@ class RowTable:
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
-        self.temperature = torch.zeros(rows, dtype=torch.float32, device=device)
+        self.filters = Filters(
+            temperature=torch.zeros(rows, dtype=torch.float32, device=device),
+            top_k=torch.zeros(rows, dtype=torch.int32, device=device),
+            top_p=torch.ones(rows, dtype=torch.float32, device=device),
+            min_p=torch.zeros(rows, dtype=torch.float32, device=device),
+        )
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
         self.lengths: list[int] = [0] * rows
         self.pages: list[list[int]] = [[] for _ in range(rows)]
-        self.params: list[SamplingParams | None] = [None] * rows
 
     def start_rows(self, new_rows: Sequence[NewRow]) -> None:
         """Reset the slots of newly admitted sequences."""
@@ -46,13 +51,16 @@ class RowTable:
         for row in new_rows:
             self.lengths[row.slot] = row.num_cached
             self.pages[row.slot] = []
-            self.params[row.slot] = row.params
-        ints = np.array([[row.slot, row.num_cached, row.params.seed] for row in new_rows], dtype=np.int64)
-        floats = np.array([row.params.temperature for row in new_rows], dtype=np.float32)
-        slots, lengths, seeds = upload(ints.T, self.device).unbind()
+        asked = [(row.slot, row.num_cached, row.params) for row in new_rows]
+        ints = np.array([[slot, cached, p.seed, min(p.top_k, 2**31 - 1)] for slot, cached, p in asked], dtype=np.int64)
+        floats = np.array([[p.temperature, p.top_p, p.min_p] for _, _, p in asked], dtype=np.float32)
+        slots, lengths, seeds, top_k = upload(ints.T, self.device).unbind()
         self.length.index_copy_(0, slots, lengths)
         self.seed.index_copy_(0, slots, seeds)
-        self.temperature.index_copy_(0, slots, upload(floats, self.device))
+        self.filters.top_k.index_copy_(0, slots, top_k.int())
+        tables = self.filters.temperature, self.filters.top_p, self.filters.min_p
+        for table, values in zip(tables, upload(floats.T, self.device), strict=True):
+            table.index_copy_(0, slots, values)
 
     def write_pages(self, page_writes: Sequence[tuple[int, int, list[int]]]) -> None:
         """Put page ids into the rows: (slot, first logical page, pages). A page may be replaced by one of equal content."""

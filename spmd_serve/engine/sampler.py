@@ -3,20 +3,21 @@
 A token is a pure function of (logits, sampling params, seed, position): argmax of logit / T + Gumbel noise, where the
 noise is a function of seed, position and vocabulary index (kernels/gumbel.py). Each rank takes its shard's best; the
 ranks exchange (value, index) pairs and the best pair wins, the lowest index on ties. top-k, top-p and min-p become a
-threshold per row, worked out from each rank's best candidates; logits below it are filtered on every rank alike.
+threshold per row; logits below it are filtered on every rank alike. On GPUs one kernel finds it, over the gathered logits; CPUs
+work it out from each rank's best candidates.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from spmd_serve.distributed.collectives import Communicator
+from spmd_serve.kernels.filters import Filters, lowest_kept
 from spmd_serve.kernels.gumbel import gumbel_argmax
-from spmd_serve.types import SamplingParams
 
 _CANDIDATES = 1024  # per rank and row, before the whole shard is gathered for a top-p that needs more
 
@@ -45,27 +46,40 @@ class Sampler:
         values, indices = gumbel_argmax(logits, temperature, seeds, positions, self._vocab.start, slots)
         return self._comm.best_index(values, indices)  # collective; of equals the lowest rank's, so the lowest index
 
-    def filter_(self, logits: Tensor, params: Sequence[SamplingParams]) -> None:
+    def filter_(self, logits: Tensor, filters: Filters, slots: Tensor) -> None:
         """Set logits outside each row's top-k, top-p and min-p to -inf, in place. Collective if any row asks.
 
-        Ties with the last one kept are kept. Probabilities are those after temperature; top-p follows top-k.
+        Probabilities are those after temperature; top-p follows top-k. Ties with the last one kept are kept.
+
+        Args:
+            logits: [rows, vocabulary rows of this rank], any float dtype.
+            slots: int64 [rows], the rows' places in the tables.
         """
-        rows = [i for i, p in enumerate(params) if p.temperature > 0 and (p.top_k or p.top_p < 1 or p.min_p > 0)]
-        if not rows:
+        if logits.is_cuda:
+            lowest = lowest_kept(self._gather(logits), filters, slots)
+            logits.masked_fill_(logits < lowest[:, None], float("-inf"))
             return
-        chosen = [params[i] for i in rows]
-        index = torch.tensor(rows, device=logits.device)
-        filters = _Filters.create(chosen, self._vocab_size, logits)
-        scaled = logits[index] / filters.temperature[:, None]
-        count = max(max(p.top_k if p.top_k < self._vocab_size else 0 for p in chosen), 1)
-        if any(p.top_p < 1 and not p.top_k for p in chosen):
+        index, asked = _Asked.of(filters, slots, self._vocab_size)
+        if not len(index):
+            return
+        scaled = logits[index].float() / asked.temperature[:, None]
+        count = max(int(asked.top_k.where(asked.has_top_k, 0).amax()), 1)
+        if asked.any_bare_top_p:
             count = max(count, _CANDIDATES)
-        thresholds, enough = self._thresholds(scaled, filters, min(count, self._vocab_size))
+        thresholds, enough = self._thresholds(scaled, asked, min(count, self._vocab_size))
         if not enough:  # the same on all ranks: it follows from gathered data
-            thresholds, _ = self._thresholds(scaled, filters, self._vocab_size)
+            thresholds, _ = self._thresholds(scaled, asked, self._vocab_size)
         logits[index] = logits[index].masked_fill(scaled < thresholds[:, None], float("-inf"))
 
-    def _thresholds(self, scaled: Tensor, filters: _Filters, count: int) -> tuple[Tensor, bool]:
+    def _gather(self, logits: Tensor) -> Tensor:
+        """[rows, shard] -> the whole vocabulary's, [ranks, rows, width], -inf where a rank has less. Collective."""
+        ranks = self._comm.world_size
+        if ranks == 1:
+            return logits[None]
+        width = -(-self._vocab_size // ranks // 16) * 16
+        return self._comm.all_gather(F.pad(logits, (0, width - logits.shape[1]), value=float("-inf")))
+
+    def _thresholds(self, scaled: Tensor, asked: _Asked, count: int) -> tuple[Tensor, bool]:
         """Each row's lowest kept value of `scaled` [rows, shard], from the `count` best of every rank.
 
         Returns the thresholds [rows] and whether `count` candidates were enough to know them.
@@ -79,32 +93,32 @@ class Sampler:
         candidates = gathered[..., :count]
         ordered = candidates.transpose(0, 1).reshape(rows, -1).sort(dim=-1, descending=True).values
         width = ordered.shape[1]
-        kept = filters.top_k.clamp(max=width)
+        kept = asked.top_k.clamp(max=width)
         # CUDA's scan of a single row adds in an order that depends on timing: ranks could disagree about what is enough, and
         # one of them would gather alone. Of two rows it is the same order every time.
         up_to = (ordered if rows > 1 else ordered.expand(2, -1)).logcumsumexp(dim=-1)[:rows]
         # top-p is a share of what top-k keeps, or of everything.
         total = gathered[..., count].logsumexp(dim=0)
-        mass = torch.where(filters.has_top_k, up_to.gather(1, kept[:, None] - 1)[:, 0], total)
+        mass = torch.where(asked.has_top_k, up_to.gather(1, kept[:, None] - 1)[:, 0], total)
         before = (up_to - mass[:, None]).exp().roll(1, dims=-1)  # probability of all better ones
         before[:, 0] = 0
-        in_nucleus = (before < filters.top_p[:, None]).sum(dim=-1).clamp(min=1)
+        in_nucleus = (before < asked.top_p[:, None]).sum(dim=-1).clamp(min=1)
         kept = torch.minimum(kept, in_nucleus)
         thresholds = ordered.gather(1, kept[:, None] - 1)[:, 0]
-        open_ended = ~filters.has_top_k & (filters.top_p >= 1)
+        open_ended = ~asked.has_top_k & (asked.top_p >= 1)
         thresholds = thresholds.masked_fill(open_ended, float("-inf"))
-        thresholds = torch.maximum(thresholds, ordered[:, 0] + filters.min_p.log())
-        if count >= self._vocab_size or not filters.any_bare_top_p:
+        thresholds = torch.maximum(thresholds, ordered[:, 0] + asked.min_p.log())
+        if count >= self._vocab_size or not asked.any_bare_top_p:
             return thresholds, True
         # Values above every rank's last candidate are all known; a nucleus that reaches below them is not.
         horizon = candidates[..., -1].amax(dim=0)
-        unsure = ~filters.has_top_k & (filters.top_p < 1) & ((kept == width) | (thresholds < horizon))
+        unsure = ~asked.has_top_k & (asked.top_p < 1) & ((kept == width) | (thresholds < horizon))
         return thresholds, not bool(unsure.any())
 
 
 @dataclass(frozen=True)
-class _Filters:
-    """The filters of some rows, all [rows]. `top_k` is the vocabulary size where there is none."""
+class _Asked:
+    """The filters of the rows that have any, all [rows]. `top_k` is the vocabulary size where there is none."""
 
     temperature: Tensor
     top_k: Tensor
@@ -114,13 +128,14 @@ class _Filters:
     any_bare_top_p: bool  # some row has top-p without top-k
 
     @classmethod
-    def create(cls, params: Sequence[SamplingParams], vocab_size: int, like: Tensor) -> _Filters:
-        top_k = [p.top_k if 0 < p.top_k < vocab_size else vocab_size for p in params]
-        return cls(
-            temperature=like.new_tensor([p.temperature for p in params]),
-            top_k=torch.tensor(top_k, device=like.device),
-            has_top_k=torch.tensor([k < vocab_size for k in top_k], device=like.device),
-            top_p=like.new_tensor([p.top_p for p in params]),
-            min_p=like.new_tensor([p.min_p for p in params]),
-            any_bare_top_p=any(p.top_p < 1 and k == vocab_size for p, k in zip(params, top_k, strict=True)),
+    def of(cls, filters: Filters, slots: Tensor, vocab_size: int) -> tuple[Tensor, _Asked]:
+        """Which rows have any, int64 [n], and what they ask for."""
+        temperature, top_k = filters.temperature[slots], filters.top_k[slots].long()
+        top_p, min_p = filters.top_p[slots], filters.min_p[slots]
+        has_top_k = (top_k > 0) & (top_k < vocab_size)
+        index = ((temperature > 0) & (has_top_k | (top_p < 1) | (min_p > 0))).nonzero()[:, 0]
+        top_k = top_k.where(has_top_k, vocab_size)
+        any_bare_top_p = bool((~has_top_k[index] & (top_p[index] < 1)).any())
+        return index, cls(
+            temperature[index], top_k[index], has_top_k[index], top_p[index], min_p[index], any_bare_top_p
         )

@@ -10,6 +10,7 @@ if not torch.cuda.is_available():
 
 from spmd_serve.kernels.activation import gated_activation
 from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention, decode_attention_torch
+from spmd_serve.kernels.filters import Filters, lowest_kept, lowest_kept_torch
 from spmd_serve.kernels.gpu.linear import MmaConfig, mma
 from spmd_serve.kernels.gpu.wide import WHOLE_ROOM, WideConfig, add_parts_, wide_linear
 from spmd_serve.kernels.gumbel import gumbel_argmax, gumbel_argmax_cpu
@@ -224,6 +225,24 @@ def test_gumbel_draws_follow_the_softmax() -> None:
     alive = expected > 0
     assert counts[4] == 0
     assert ((counts - expected)[alive] ** 2 / expected[alive]).sum() < 25.0  # 5 degrees of freedom: p = 1.4e-4
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_lowest_kept(ranks: int, dtype: torch.dtype) -> None:
+    """Against sorting, over a whole vocabulary; a sum in float32 may miss the border by a token."""
+    cases = list(itertools.product((0, 1, 20, 10**6), (1.0, 0.95, 0.5), (0.0, 0.05), (0.0, 0.6, 1.5)))
+    columns = [torch.tensor(column, device=DEVICE) for column in zip(*cases, strict=True)]
+    filters = Filters(columns[3], columns[0].int(), columns[1], columns[2])
+    slots = torch.arange(len(cases), device=DEVICE)
+    logits = (torch.randn(len(cases), 151936, device=DEVICE) * 4).to(dtype)
+    parts = torch.stack(logits.chunk(ranks, dim=1))
+    got, expected = lowest_kept(parts, filters, slots), lowest_kept_torch(parts, filters, slots)
+    kept, wanted = ((logits >= lowest[:, None]).sum(dim=1) for lowest in (got, expected))
+    ties = (logits == expected[:, None]).sum(dim=1)
+    assert ((kept - wanted).abs() <= 1 + 1e-4 * wanted + ties).all()
+    counted = (columns[1] == 1) & (columns[2] == 0)
+    assert torch.equal(kept[counted], wanted[counted])
 
 
 @pytest.mark.parametrize("rows", [1, 7, 64])

@@ -13,6 +13,7 @@ from torch import Tensor
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import split_evenly
 from spmd_serve.engine.sampler import Sampler
+from spmd_serve.kernels.filters import Filters
 from spmd_serve.kernels.gumbel import gumbel_noise, row_key, uniforms
 from spmd_serve.types import SamplingParams
 
@@ -26,10 +27,19 @@ def draw_on(
     """What the runner does with the logits of one step: filter, then draw. `logits`: of the whole vocabulary."""
     sampler = Sampler(comm, shard, logits.shape[1])
     own = logits[:, shard.start : shard.stop].clone()
-    sampler.filter_(own, params)
-    temperature = torch.tensor([p.temperature for p in params])
+    filters = tables(params)
+    sampler.filter_(own, filters, torch.arange(len(params)))
     seeds = torch.tensor([p.seed for p in params])
-    return sampler.sample(own, temperature, seeds, positions)
+    return sampler.sample(own, filters.temperature, seeds, positions)
+
+
+def tables(params: list[SamplingParams]) -> Filters:
+    return Filters(
+        temperature=torch.tensor([p.temperature for p in params]),
+        top_k=torch.tensor([p.top_k for p in params], dtype=torch.int32),
+        top_p=torch.tensor([p.top_p for p in params]),
+        min_p=torch.tensor([p.min_p for p in params]),
+    )
 
 
 def draw(
@@ -101,7 +111,7 @@ def test_a_flat_distribution_needs_more_than_the_best_candidates(world_size: int
     drawn = draw(world_size, logits, params)
     assert drawn == [expected(logits[i], p, 100 + i)[0] for i, p in enumerate(params)]
     sampler = Sampler(Communicator(), range(9000), 9000)
-    sampler.filter_(logits, params)
+    sampler.filter_(logits, tables(params), torch.arange(8))
     kept = (logits > NEG_INF).sum(dim=1)
     assert kept[3] == 1
     assert (kept[[0, 1, 2, 4]] - top_p * 9000).abs().max() < 60
