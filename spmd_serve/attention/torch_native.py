@@ -210,8 +210,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sp
     scores = (q.float() @ k.float().transpose(-1, -2)) * spec.scale
     scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if causal:
-        mask = _causal_mask(0, q.shape[-2], None, q.device)
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril() if mask is None else mask
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     return (scores.softmax(dim=-1) @ v.float()).to(q.dtype)

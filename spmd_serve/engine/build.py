@@ -12,7 +12,7 @@ import torch
 from spmd_serve.attention.base import make_backend
 from spmd_serve.config import Config
 from spmd_serve.distributed.collectives import Communicator
-from spmd_serve.distributed.partition import make_partition
+from spmd_serve.distributed.partition import Partition, make_partition
 from spmd_serve.engine.grammar import Grammars
 from spmd_serve.engine.kv_cache import KVCache
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
@@ -127,6 +127,19 @@ def _can_capture(model: ModelConfig, dtype: str, device: torch.device) -> bool:
     return model.moe is None or (dtype == "bfloat16" and torch.cuda.get_device_capability(device)[0] in (9, 10))
 
 
+def partition_of(model: ModelConfig, comm: Communicator) -> Partition:
+    """What this rank owns of the model."""
+    return make_partition(
+        rank=comm.rank,
+        world_size=comm.world_size,
+        num_q_heads=model.num_q_heads,
+        num_kv_heads=model.num_kv_heads,
+        intermediate_size=model.intermediate_size,
+        vocab_size=model.vocab_size,
+        num_experts=model.moe.num_experts if model.moe else 0,
+    )
+
+
 def build_decoder(
     config: Config, model: ModelConfig, folder: Path, comm: Communicator, device: torch.device
 ) -> tuple[Decoder, DecoderContext, LoadReport]:
@@ -138,20 +151,11 @@ def build_decoder(
     options = config.model
     assert options.max_model_len, "config is resolved"
     dtype = pick_dtype(options.dtype, model, device)
-    partition = make_partition(
-        rank=comm.rank,
-        world_size=comm.world_size,
-        num_q_heads=model.num_q_heads,
-        num_kv_heads=model.num_kv_heads,
-        intermediate_size=model.intermediate_size,
-        vocab_size=model.vocab_size,
-        num_experts=model.moe.num_experts if model.moe else 0,
-    )
     if device.type == "cuda" and comm.world_size > 1 and comm.one_host:
         comm.use_symmetric_memory(dtype, device)
     attention = make_backend(config.engine.attention, device)
     fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
-    context = DecoderContext(model, partition, comm, attention, dtype, device, fp8)
+    context = DecoderContext(model, partition_of(model, comm), comm, attention, dtype, device, fp8)
     with torch.inference_mode():
         decoder = Decoder(context, options.max_model_len)
         source = open_source(folder, model, options.load_format, device)
@@ -195,16 +199,8 @@ def count_pages(
     assert cache.page_size is not None
     if cache.num_pages is not None:
         return cache.num_pages
-    partition = make_partition(
-        rank=comm.rank,
-        world_size=comm.world_size,
-        num_q_heads=model.num_q_heads,
-        num_kv_heads=model.num_kv_heads,
-        intermediate_size=model.intermediate_size,
-        vocab_size=model.vocab_size,
-    )
-    dtype = pick_kv_dtype(config, model, device)
-    per_page = KVCache.bytes_per_page(model, max(len(partition.kv_heads), 1), cache.page_size, dtype)
+    kv_heads = max(len(partition_of(model, comm).kv_heads), 1)
+    per_page = KVCache.bytes_per_page(model, kv_heads, cache.page_size, pick_kv_dtype(config, model, device))
     memory = cache.kv_memory
     if memory is None:
         memory = _free_gpu_memory(config, runner) if device.type == "cuda" else _CPU_KV_MEMORY

@@ -23,8 +23,6 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.page_size = page_size
-        self.num_pages = num_pages
         shape = (model.num_layers, 2, num_pages, page_size, kv_heads, model.head_dim)
         self._data = _zeros(shape, dtype, device)
         self.layers: list[tuple[Tensor, Tensor]] = [

@@ -236,8 +236,6 @@ class ModelRunner:
 
     def _process(self, logits: Tensor, slots: list[int], extras: list[tuple[int, RowExtras]]) -> Tensor | None:
         """Apply what some rows ask for to the logits, in place. Returns the raw logits of rows that want logprobs."""
-        if not extras:
-            return None
         wants = [i for i, extra in extras if extra.params.logprobs is not None]
         raw = logits[torch.tensor(wants, device=self._device)] if wants else None
         for i, extra in extras:
