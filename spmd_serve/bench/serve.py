@@ -92,7 +92,10 @@ def run_clients(
     progress: Callable[[int], None],
     done_line: bool = True,
 ) -> Timings:
-    """Send all bodies from `clients` processes, which begin together when all are up; `progress` gets the number of events so far."""
+    """Send all bodies from `clients` processes, which begin together when all are up.
+
+    `progress` gets the number of events so far.
+    """
     clients = min(clients, streams, len(bodies))
     counts = [0] * clients
     results: list[Timings | None] = [None] * clients

@@ -123,7 +123,7 @@ def _pick_attention(requested: str, model: ModelConfig, *, gpu: bool) -> str:
 
 
 def _can_capture(model: ModelConfig, dtype: str, device: torch.device) -> bool:
-    """Whether decode steps run without waiting for the device: torch's grouped product reads sizes back where it has no kernel."""
+    """Whether decode steps never wait for the device: torch's grouped product reads sizes back where it has no kernel."""
     return model.moe is None or (dtype == "bfloat16" and torch.cuda.get_device_capability(device)[0] in (9, 10))
 
 

@@ -35,6 +35,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_page(model: ModelConfig, kv_heads: int, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page with K and V of all layers, of a rank with `kv_heads`."""
         return 2 * model.num_layers * page_size * kv_heads * model.head_dim * dtype.itemsize
 
 

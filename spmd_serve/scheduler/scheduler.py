@@ -49,8 +49,8 @@ class _Flight:
 class Scheduler:
     """Continuous batching with chunked prefill, a prefix cache and preemption by recompute.
 
-    Each step: `apply`, `schedule`, `commit` of the oldest step in flight, `take_output`. With `overlap` the next `schedule` may
-    come before the `commit` of the last one (at most two steps are planned and not committed then).
+    Each step: `apply`, `schedule`, `commit` of the oldest step in flight, `take_output`. With `overlap` the next `schedule`
+    may come before the `commit` of the last one (at most two steps are planned and not committed then).
 
     Args:
         options: limits and policy.
@@ -98,8 +98,8 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # sorted by Sequence.order
         self._prefilling: list[Sequence] = []  # those of them whose prompts are not planned to the end
-        # Decoding sequences and their slots, in the order in which they began. The lists are replaced, never changed: steps in
-        # flight keep them, and the engine sees by identity that nothing has changed.
+        # Decoding sequences and their slots, the longest first (`_update_decoding`). The lists are replaced, never changed:
+        # steps in flight keep them, and the engine sees by identity that nothing has changed.
         self._decoding: list[Sequence] = []
         self._decode_slots: list[int] = []
         self._joining: list[Sequence] = []  # decode from the next step on
@@ -251,7 +251,7 @@ class Scheduler:
         return rows, [s.slot for s in rows]
 
     def _update_decoding(self) -> None:
-        """The longest come first, so that attention's programs, which start in this order, do not end with a long one."""
+        """Take in who has joined and left. The longest come first: attention's programs start in this order."""
         if self._decoding_changed:
             self._decoding = [s for s in (*self._decoding, *self._joining) if s.status is _DECODE]
             self._decoding.sort(key=attrgetter("planned"), reverse=True)  # it stays so while all of them go on together
