@@ -151,11 +151,12 @@ def build_decoder(
     options = config.model
     assert options.max_model_len, "config is resolved"
     dtype = pick_dtype(options.dtype, model, device)
+    partition = partition_of(model, comm)
     if device.type == "cuda" and comm.world_size > 1 and comm.one_host:
         comm.use_symmetric_memory(dtype, device)
     attention = make_backend(config.engine.attention, device)
     fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
-    context = DecoderContext(model, partition_of(model, comm), comm, attention, dtype, device, fp8)
+    context = DecoderContext(model, partition, comm, attention, dtype, device, fp8)
     with torch.inference_mode():
         decoder = Decoder(context, options.max_model_len)
         source = open_source(folder, model, options.load_format, device)
