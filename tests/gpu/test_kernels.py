@@ -11,7 +11,7 @@ if not torch.cuda.is_available():
 from spmd_serve.kernels.activation import gated_activation
 from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention, decode_attention_torch
 from spmd_serve.kernels.gpu.linear import MmaConfig, mma
-from spmd_serve.kernels.gpu.wide import WideConfig, add_parts_, wide_linear
+from spmd_serve.kernels.gpu.wide import WHOLE_ROOM, WideConfig, add_parts_, wide_linear
 from spmd_serve.kernels.gumbel import gumbel_argmax, gumbel_argmax_cpu
 from spmd_serve.kernels.linear import Norm, linear
 from spmd_serve.kernels.norm import add_rms_norm_, rms_norm
@@ -19,7 +19,6 @@ from spmd_serve.kernels.rope_cache import rope_and_cache, rope_and_cache_torch
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
-WHOLE = 227 << 10  # of a multiprocessor's shared memory
 
 
 @pytest.fixture(autouse=True)
@@ -118,7 +117,7 @@ def test_every_way_to_share_a_layer_out(features: int, size: int, tokens: int) -
     ("features", "size", "activation", "configs"),
     [
         (64, 64, None, [WideConfig(32), WideConfig(64), WideConfig(8)]),
-        (4096, 1024, None, [WideConfig(32), WideConfig(64, room=WHOLE), WideConfig(32, 4, parts=True)]),
+        (4096, 1024, None, [WideConfig(32), WideConfig(64, room=WHOLE_ROOM), WideConfig(32, 4, parts=True)]),
         (
             1024,
             2048,
@@ -126,15 +125,15 @@ def test_every_way_to_share_a_layer_out(features: int, size: int, tokens: int) -
             [WideConfig(32, 4, parts=True), WideConfig(40, 3, parts=True), WideConfig(64, 8, parts=True)],
         ),
         (3072, 1024, "silu", [WideConfig(24), WideConfig(24, early=False), WideConfig(48)]),
-        (17408, 5120, "silu", [WideConfig(132, room=WHOLE), WideConfig(66)]),
+        (17408, 5120, "silu", [WideConfig(132, room=WHOLE_ROOM), WideConfig(66)]),
         (
             5120,
             17408,
             None,
-            [WideConfig(40), WideConfig(80, 2, parts=True), WideConfig(160, 4, room=WHOLE, parts=True)],
+            [WideConfig(40), WideConfig(80, 2, parts=True), WideConfig(160, 4, room=WHOLE_ROOM, parts=True)],
         ),
-        (5000, 1000, None, [WideConfig(250, room=WHOLE), WideConfig(98)]),
-        (1002, 520, "gelu_tanh", [WideConfig(54), WideConfig(160, room=WHOLE)]),
+        (5000, 1000, None, [WideConfig(158, room=WHOLE_ROOM), WideConfig(98)]),
+        (1002, 520, "gelu_tanh", [WideConfig(54), WideConfig(160, room=WHOLE_ROOM)]),
     ],
 )
 def test_wide(features: int, size: int, activation: str | None, configs: list[WideConfig], tokens: int) -> None:

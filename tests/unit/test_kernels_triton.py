@@ -289,14 +289,14 @@ def test_parts_with_the_next_norm(rng: torch.Generator) -> None:
 @pytest.mark.parametrize("added", [False, True])
 def test_a_wide_layer_is_shared_out_whole(gated: bool, added: bool) -> None:
     taken = 0
-    for features in (132, 134, 576, 1024, 3072, 4096, 20_000):
-        for columns in (64, 136, 576, 1024, 4096):
+    for features in (132, 134, 576, 1024, 3072, 4096, 5120, 17_408, 20_000):
+        for columns in (64, 136, 576, 1024, 4096, 5120, 17_408):
             config = linear.wide_config(40, features * (1 + gated), columns, gated=gated, added=added)
             if config is None:
                 continue
             taken += 1
             blocks = -(-features // config.rows) * config.splits
-            assert blocks <= 136 and config.rows % 2 == 0 and config.rows <= (160 if gated else 256)
+            assert blocks <= 272 and config.rows % 2 == 0 and config.rows <= (160 if gated else 128)
             assert config.splits == 1 or columns // config.splits >= 128
     assert taken > 10
     assert linear.wide_config(16, 2048, 1024, gated=False, added=added) is None

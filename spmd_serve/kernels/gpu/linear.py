@@ -22,7 +22,15 @@ from spmd_serve.kernels.gpu.activation import ACTIVATIONS, activate
 from spmd_serve.kernels.gpu.build import aligned, launch, load_library
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
 from spmd_serve.kernels.gpu.norm import rms_norm
-from spmd_serve.kernels.gpu.wide import WIDE_TOKENS, WideConfig, add_parts_, wide_linear
+from spmd_serve.kernels.gpu.wide import (
+    HALF_ROOM,
+    WHOLE_ROOM,
+    WIDE_ROWS,
+    WIDE_TOKENS,
+    WideConfig,
+    add_parts_,
+    wide_linear,
+)
 
 if TYPE_CHECKING:
     from spmd_serve.kernels.linear import Norm
@@ -83,6 +91,7 @@ MULTIPROCESSORS = 132
 MAX_TOKENS = 16
 MAX_WEIGHTS = 8 << 20  # of the gate alone in a gated layer
 MAX_COLUMNS = 4096
+LARGE = 16 << 20
 
 
 def choose_config(
@@ -101,16 +110,26 @@ def choose_config(
 def wide_config(tokens: int, out_features: int, in_features: int, *, gated: bool, added: bool) -> WideConfig | None:
     """For 17 to 64 tokens; None where the matrix library is as good. By measurements of whole layers on an H200.
 
-    A block for each multiprocessor. Added to the residual, each with some 32 rows: in a narrow layer, of a part of the columns.
+    As many blocks as multiprocessors, or twice as many in a large gated layer; where the result is added to the residual,
+    each has a part of the columns, and so enough rows. In small layers the next kernel starts early.
     """
     features = out_features // 2 if gated else out_features
-    if not MAX_TOKENS < tokens <= WIDE_TOKENS or features * in_features > MAX_WEIGHTS or in_features > MAX_COLUMNS:
+    weights = features * in_features
+    small = weights <= MAX_WEIGHTS and in_features <= MAX_COLUMNS
+    large = weights >= LARGE and tokens > 32
+    if not MAX_TOKENS < tokens <= WIDE_TOKENS or not (small or large):
         return None
     if features < MULTIPROCESSORS or features % 2 or in_features % 8:
         return None
-    splits = max(1, min(4, MULTIPROCESSORS * 32 // features, in_features // 128)) if added else 1
-    rows = triton.cdiv(triton.cdiv(features * splits, MULTIPROCESSORS), 2) * 2
-    return WideConfig(rows, splits, parts=added) if rows <= (160 if gated else 256) else None
+    splits, blocks = 1, MULTIPROCESSORS
+    if added:
+        splits = max(1, min(4, MULTIPROCESSORS * (32 if small else 80) // features, in_features // 128))
+    elif gated and large:
+        blocks *= 2
+    rows = triton.cdiv(triton.cdiv(features * splits, blocks), 2) * 2
+    room = WHOLE_ROOM if large and not gated and not added else HALF_ROOM
+    most = WIDE_ROWS if gated else 128  # more of them is the LM head, where the library is better
+    return WideConfig(rows, splits, room, early=small, parts=added) if rows <= most else None
 
 
 def gemv_config(features: int, in_features: int, gated: bool) -> GemvConfig:

@@ -239,11 +239,6 @@ Kernel pick(int pieces) {
     case 4: return wide<4, GATED>;
     case 5: return wide<5, GATED>;
   }
-  if (GATED) return nullptr;
-  switch (pieces) {
-    case 6: return wide<6, false>;
-    case 7: case 8: return wide<8, false>;
-  }
   return nullptr;
 }
 
@@ -281,9 +276,8 @@ extern "C" int wide_linear(const void* x, const void* w, const void* bias, void*
   if (cudaGetDevice(&current) != cudaSuccess || current != device) cudaSetDevice(device);
   const bool gated = activation != 0;
   const int halves = gated ? 2 : 1;
-  int pieces = (tile_rows + 31) / 32;
-  if (pieces == 7) pieces = 8;
-  if (tokens > kTokens || features % 2 || tile_rows % 2 || tile_rows > 256 || columns % 8 || x_stride % 8) return -1;
+  const int pieces = (tile_rows + 31) / 32;
+  if (tokens > kTokens || features % 2 || tile_rows % 2 || columns % 8 || x_stride % 8) return -1;
   const Kernel kernel = gated ? pick<true>(pieces) : pick<false>(pieces);
   if (kernel == nullptr) return -1;
   Arguments a;

@@ -24,19 +24,21 @@ if TYPE_CHECKING:
     from spmd_serve.kernels.linear import Norm
 
 WIDE_TOKENS = 64
+WIDE_ROWS = 160  # of the weight (in a gated layer, of the gate) a block
+WHOLE_ROOM, HALF_ROOM = 227 * 1024, 112 * 1024  # bytes of a multiprocessor's shared memory
 
 
 @dataclass(frozen=True)
 class WideConfig:
-    """rows: of the weight (in a gated layer, of the gate) a block; splits: blocks that share the columns.
+    """rows: of the weight (in a gated layer, of the gate) a block, even; splits: blocks that share the columns.
 
-    room: bytes of shared memory a block may take. With half of a multiprocessor's, the next kernel's blocks can move in
-    before this one's have left, if `early`. parts: the output is the float32 sums, for `add_parts_`.
+    room: bytes of shared memory a block may take. With HALF_ROOM the next kernel's blocks can move in before this one's
+    have left, if `early`. parts: the output is the float32 sums, for `add_parts_`.
     """
 
     rows: int
     splits: int = 1
-    room: int = 112 * 1024
+    room: int = HALF_ROOM
     early: bool = True
     parts: bool = False
 
