@@ -2,8 +2,7 @@
 
 Run by multinode.sh on every node (standard library only: it also works before anything is installed). Each node checks
 its names, address, interface and port; then the nodes say hello to the head on torchrun's own port, which shows that the
-port is reachable and that all were started alike. Prints the head's
-address; exits 1 with one line of error else.
+port is reachable and that all were started alike. Prints the head's address; exits 1 with one line of error else.
 """
 
 from __future__ import annotations

@@ -70,7 +70,7 @@ class DistributedError(SpmdServeError, RuntimeError):
 
 
 class FingerprintMismatchError(DistributedError):
-    """Ranks were started with different code, options or weights."""
+    """Ranks were started with different code, options, model configuration or tokenizer files."""
 
 
 class RankDivergenceError(DistributedError):

@@ -1,4 +1,7 @@
-"""The step loop: the same on every rank, in lock step. It reads like the list in the README; rank 0's own parts are named so."""
+"""The step loop: the same on every rank, in lock step. `StepLoop.run` reads like the list in README.md.
+
+Functions of rank 0 alone are named `rank0_*`.
+"""
 
 from __future__ import annotations
 
@@ -30,29 +33,44 @@ from spmd_serve.types import (
 
 logger = logging.getLogger(__name__)
 
-MAX_FREE_STEPS = 32
+MAX_FREE_STEPS = 32  # in a row without an exchange, however short they are
 POST_AHEAD = 1  # free steps that are left when the next exchange sets out
 
 
 class PendingStep(Protocol):
     """A launched step."""
 
-    def wait(self) -> StepTokens: ...
+    def wait(self) -> StepTokens:
+        """Its tokens, when they have been sampled."""
+        ...
 
 
 class Runner(Protocol):
     """What the loop needs of the engine."""
 
-    def launch(self, batch: ScheduledBatch) -> PendingStep: ...
+    def launch(self, batch: ScheduledBatch) -> PendingStep:
+        """Start a step; does not wait for its end where the device works by itself. Collective."""
+        ...
 
 
 class Link(Protocol):
     """What rank 0's loop needs of the side that the requests come from."""
 
-    def drain(self) -> tuple[list[Request], list[Abort]]: ...
-    def wait(self, timeout_s: float) -> bool: ...
-    def publish(self, output: StepOutput) -> None: ...
-    def set_state(self, state: ServiceState, reason: str = "") -> None: ...
+    def drain(self) -> tuple[list[Request], list[Abort]]:
+        """Everything that has been queued; does not wait."""
+        ...
+
+    def wait(self, timeout_s: float) -> bool:
+        """Until there is something to drain, or the loop is to look anew; False after `timeout_s`."""
+        ...
+
+    def publish(self, output: StepOutput) -> None:
+        """Take what a step produced; does not wait."""
+        ...
+
+    def set_state(self, state: ServiceState, reason: str = "") -> None:
+        """Take what the service does from now on."""
+        ...
 
 
 class GivenLink:
@@ -150,7 +168,7 @@ class StepLoop:
                 return
 
     def _post(self) -> None:
-        """Send the next exchange on its way. It tells what was known now, and each rank keeps what it knows to compare with."""
+        """Send the next exchange on its way: with what rank 0 knows now, and each rank keeps its own digest to compare."""
         step_input = None
         if self._link is not None:
             step_input = self._rank0_input(self._link)

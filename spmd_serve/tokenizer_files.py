@@ -29,7 +29,9 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """tokenizer.json, with the tokens that only tokenizer_config.json knows, as transformers adds them. No truncation, no padding.
+    """tokenizer.json, with the tokens that only tokenizer_config.json knows, as transformers adds them.
+
+    It neither truncates nor pads.
 
     Raises:
         ModelError: no tokenizer.json, or a file that cannot be read.

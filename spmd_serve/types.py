@@ -217,10 +217,12 @@ class ScheduledBatch:
 
     @property
     def num_sampled(self) -> int:
+        """Tokens that the step samples."""
         return len(self.decode_slots) + sum(1 for c in self.chunks if c.samples)
 
     @property
     def num_tokens(self) -> int:
+        """Tokens that the step computes."""
         return len(self.decode_slots) + sum(len(c.tokens) for c in self.chunks)
 
 

@@ -37,8 +37,9 @@ class _Chunk:
 
 
 class ScriptedDecode(NamedTuple):
-    """What kernels/scripted.py takes of a step of decoding rows: `pages` of all rows, or None and `length` pages from `first` on.
+    """What kernels/scripted.py takes of a step of decoding rows.
 
+    pages: of all rows; None: `length` pages from `first` on.
     mask: float32 [rows, 1, 1, keys], for one kind of layer.
     """
 
@@ -83,7 +84,7 @@ class TorchAttention:
         return out
 
     def scripted_decode(self, spec: AttentionSpec, page_size: int) -> ScriptedDecode | None:
-        """The planned step for kernels/scripted.py, if it has no chunks and rows of similar length, and the layers no soft cap."""
+        """The planned step for kernels/scripted.py; None with chunks, rows of very different lengths or a soft cap."""
         if len(self._groups) != 1 or self._chunks or spec.softcap is not None:
             return None
         (group,) = self._groups
@@ -210,8 +211,7 @@ def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, sp
     scores = (q.float() @ k.float().transpose(-1, -2)) * spec.scale
     scores = spec.softcap * torch.tanh(scores / spec.softcap)
     if causal:
-        mask = _causal_mask(0, q.shape[-2], None, q.device)
-        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril() if mask is None else mask
+        mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
     if mask is not None:
         scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     return (scores.softmax(dim=-1) @ v.float()).to(q.dtype)

@@ -19,7 +19,7 @@ def benchmarks() -> dict[str, str]:
         )
         if has_main and not path.name.startswith("_"):
             summary = (ast.get_docstring(tree) or "").partition("\n")[0]
-            found[path.stem] = summary.partition(": ")[2] if summary.startswith("`") else summary
+            found[path.stem] = summary.removeprefix(f"`bench {path.stem}`: ")
     return found
 
 

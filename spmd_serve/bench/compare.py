@@ -1,4 +1,4 @@
-"""`python -m spmd_serve.bench compare`: this server beside `transformers serve --continuous-batching`, over HTTP.
+"""`bench compare`: this server beside `transformers serve --continuous-batching`, over HTTP.
 
 Both serve the same files with the same compute type and number of threads, at temperature 0, on prompts of the same
 texts, and take turns: every round loads one and then the other, while the one that is not measured is stopped (SIGSTOP), so that

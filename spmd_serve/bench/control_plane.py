@@ -1,4 +1,4 @@
-"""What the control channel costs: one exchange against a bare gloo broadcast, and decode steps with and without exchanges.
+"""`bench control_plane`: one control exchange against a bare gloo broadcast, and decode steps with and without exchanges.
 
 Each measurement is a torchrun job of this very module. An exchange and a bare broadcast take turns in one loop, because the
 machine's mood changes from run to run. A rank that comes early waits for the others, so times are those of rank 0, which sends.
@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
+from spmd_serve.bench.stats import quantile
 from spmd_serve.config import parse_args
 from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.channel import StepChannel
@@ -100,15 +101,11 @@ def _exchange_worker(rounds: int) -> int:
             if turn >= 20:
                 samples.append(time.perf_counter() - began)
     if ranks.rank == 0:
-        cells = [f"{1e6 * _quantile(s, 0.5):.0f} / {1e6 * _quantile(s, 0.99):.0f}" for s in times]
+        cells = [f"{1e6 * quantile(s, 0.5):.0f} / {1e6 * quantile(s, 0.99):.0f}" for s in times]
         print(f"{ranks.world_size:>5}  {cells[0]:>16}" + "".join(f"{cell:>18}" for cell in cells[1:]), flush=True)
     dist.barrier()  # nobody closes its connections while another one still waits
     leave_group()
     return 0
-
-
-def _quantile(samples: list[float], share: float) -> float:
-    return sorted(samples)[min(len(samples) - 1, int(share * len(samples)))]
 
 
 # ---- decode steps ---------------------------------------------------------------------------------------------------
@@ -199,5 +196,5 @@ def _print_steps(batch: int, steps: dict[float, list[float]]) -> None:
     for latency, values in steps.items():
         name = "no exchange" if latency == NO_EXCHANGE else f"{latency:g}"
         mean = statistics.mean(values)
-        cells = "".join(f"  {1000 * value:>8.3f}" for value in (mean, _quantile(values, 0.5), _quantile(values, 0.99)))
+        cells = "".join(f"  {1000 * value:>8.3f}" for value in (mean, quantile(values, 0.5), quantile(values, 0.99)))
         print(f"{batch:>5}  {name:>14}{cells}  {100 * (1 - alone / mean):>6.1f} %", flush=True)

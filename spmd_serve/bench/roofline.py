@@ -60,7 +60,7 @@ class Costs:
     attention_flops: int
 
     def weights_read(self, batch: int) -> float:
-        """Bytes of weights that a step of `batch` tokens reads: of the experts, as many as so many draws are expected to hit."""
+        """Bytes of weights that a step of `batch` tokens reads: of the experts, as many as so many draws hit on average."""
         hit = (
             self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** batch) if self.num_experts else 0
         )

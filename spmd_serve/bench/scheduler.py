@@ -1,4 +1,4 @@
-"""What the scheduler costs in Python: `python -m spmd_serve.bench scheduler`. No model, no device, one process.
+"""`bench scheduler`: what the scheduler costs in Python; no model, no device, one process.
 
 Each row of the report is a steady state of decoding sequences whose lengths are spread over a page, so that each step gives a
 page to one in `page_size` of them. The first part grows the number of sequences. The second grows the number of pages in the prefix

@@ -1,4 +1,4 @@
-"""`python -m spmd_serve.bench serve`: load on the HTTP server, from client processes of its own.
+"""`bench serve`: load on the HTTP server, from client processes of its own.
 
 --url URL                 against a server that runs
 --model M --ranks N       against one that it starts with torchrun
@@ -29,7 +29,8 @@ import msgspec
 from spmd_serve.bench.client import Job
 from spmd_serve.bench.dummy_core import DummyCore
 from spmd_serve.bench.stats import Timings, quantile
-from spmd_serve.config import Config, ServerOptions
+from spmd_serve.bench.workloads import MAX_TOKEN_ID, parse_range
+from spmd_serve.config import Config, ModelOptions, ServerOptions
 from spmd_serve.frontend.server import Frontend, ProcessFrontend, start_frontend
 from spmd_serve.types import ModelInfo, ServiceState
 
@@ -49,9 +50,12 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--frontend", default="thread", help="thread, process or process:N (with --dummy-engine)")
     parser.add_argument("--streams", type=int, default=16, help="requests open at once (default: 16)")
     parser.add_argument("--requests", type=int, help="requests in all (default: as many as streams)")
-    parser.add_argument("--prompt-tokens", default="128", help="N, or LOW,HIGH for random lengths (default: 128)")
-    parser.add_argument("--output-tokens", default="64", help="N, or LOW,HIGH for random lengths (default: 64)")
-    parser.add_argument("--max-token-id", type=int, default=10_000, help="prompts are random ids below it")
+    lengths = "N, or LOW,HIGH for random lengths (default: %(default)s)"
+    parser.add_argument("--prompt-tokens", type=parse_range, default="128", help=lengths)
+    parser.add_argument("--output-tokens", type=parse_range, default="64", help=lengths)
+    parser.add_argument(
+        "--max-token-id", type=int, default=MAX_TOKEN_ID, help="prompts are random ids below it (default: %(default)s)"
+    )
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and lengths")
     parser.add_argument("--clients", type=int, default=2, help="client processes (default: 2)")
@@ -63,17 +67,12 @@ def make_parser() -> argparse.ArgumentParser:
 def make_bodies(args: argparse.Namespace, count: int) -> list[msgspec.Raw]:
     """Random prompts of token ids, as bodies of streamed completions."""
     rng = random.Random(args.seed)
-
-    def length(text: str) -> int:
-        low, _, high = text.partition(",")
-        return rng.randint(int(low), int(high or low))
-
     bodies = []
     for _ in range(count):
-        prompt = [rng.randrange(args.max_token_id) for _ in range(length(args.prompt_tokens))]
+        prompt = [rng.randrange(args.max_token_id) for _ in range(rng.randint(*args.prompt_tokens))]
         body = {
             "prompt": prompt,
-            "max_tokens": length(args.output_tokens),
+            "max_tokens": rng.randint(*args.output_tokens),
             "temperature": args.temperature,
             "ignore_eos": True,
             "stream": True,
@@ -93,7 +92,10 @@ def run_clients(
     progress: Callable[[int], None],
     done_line: bool = True,
 ) -> Timings:
-    """Send all bodies from `clients` processes, which begin together when all are up; `progress` gets the number of events so far."""
+    """Send all bodies from `clients` processes, which begin together when all are up.
+
+    `progress` gets the number of events so far.
+    """
     clients = min(clients, streams, len(bodies))
     counts = [0] * clients
     results: list[Timings | None] = [None] * clients
@@ -275,13 +277,12 @@ def main(argv: list[str]) -> int:
     """Run the benchmark and print its report; 1 if a request failed."""
     args = make_parser().parse_args(argv)
     if args.dummy_engine:
-        from spmd_serve.config import ModelOptions
-        from spmd_serve.distributed.ranks import RankInfo
+        from spmd_serve.distributed.ranks import RankInfo  # these bring torch, which a load on a URL does not need
         from spmd_serve.models.registry import load_model_config
         from spmd_serve.models.resolve import resolve_model
 
         options = ModelOptions(model=args.model) if args.model else ModelOptions()
-        folder = resolve_model(options, RankInfo(0, 1, 0, 1, "localhost"))
+        folder = resolve_model(options, RankInfo())
         with dummy_server(args, folder, load_model_config(folder).vocab_size) as server:
             report = measure(args, server.frontend.url, server.cpu_seconds)
     elif args.url:

@@ -19,8 +19,8 @@ _WARM_TOKENS = 8
 
 
 def main(argv: list[str]) -> int:
-    """Entry of `python -m spmd_serve.bench trace`; options that are not listed go to the engine."""
-    parser = argparse.ArgumentParser(prog="spmd_serve.bench trace", description=__doc__)
+    """Trace and print the table; options that are not listed are the engine's (--model, --dtype, ...)."""
+    parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench trace", description=__doc__)
     parser.add_argument("--batch-size", type=int, default=8, help="sequences that decode together (default: 8)")
     parser.add_argument("--prompt-len", type=int, default=128, help="tokens of each prompt (default: 128)")
     parser.add_argument("--steps", type=int, default=64, help="decode steps in the trace (default: 64)")

@@ -123,7 +123,7 @@ def make_channel(ranks: RankInfo) -> StepChannel:
 class MemoryChannel(StepChannel):
     """The in-memory fake for tests: ranks are threads of one process, each with its own MemoryChannel.
 
-    Pickles like the real one would not be needed, since StepInput is frozen.
+    A StepInput is handed over as it is: it is frozen.
     """
 
     def __init__(self, rank: int, queues: list[queue.Queue[StepInput]], timeout_s: float = 10.0) -> None:

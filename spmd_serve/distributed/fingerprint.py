@@ -22,17 +22,19 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.ji
 def software_fingerprint() -> dict[str, str]:
     """Python, torch and the source text of this package."""
     root = Path(spmd_serve.__file__).parent
+    sources = [*root.rglob("*.py"), *root.rglob("*.cu")]
     return {
         "python version": platform.python_version(),
         "torch version": torch.__version__,
-        "spmd_serve source": _hash_files(
-            root, sorted(path.relative_to(root).as_posix() for path in root.rglob("*.py"))
-        ),
+        "spmd_serve source": _hash_files(root, sorted(path.relative_to(root).as_posix() for path in sources)),
     }
 
 
 def model_fingerprint(model: Any, tokenizer_folder: Path) -> dict[str, str]:
-    """Fields of the model's configuration (a dataclass), and the tokenizer's files."""
+    """Fields of the model's configuration (a dataclass), and the tokenizer's files.
+
+    The checkpoint is not in it: each rank holds its tensors' names and shapes against this configuration when it loads.
+    """
     prints = {f"model.{f.name}": repr(getattr(model, f.name)) for f in dataclasses.fields(model)}
     for name in _TOKENIZER_FILES:
         prints[name] = _hash_files(tokenizer_folder, [name])
@@ -48,18 +50,10 @@ def options_fingerprint(config: Any) -> dict[str, str]:
     }
 
 
-def checkpoint_fingerprint(folder: Path, shapes: Mapping[str, Sequence[int]]) -> dict[str, str]:
-    """Names and shapes of the checkpoint's tensors, and the sizes of its files."""
-    prints = {f"tensor {name}": "x".join(map(str, shape)) for name, shape in sorted(shapes.items())}
-    for path in sorted(folder.glob("*.safetensors")):
-        prints[path.name] = f"{path.stat().st_size} bytes"
-    return prints
-
-
 def agree(board: Board, what: str, own: Mapping[str, str]) -> None:
     """Have all ranks compare their fingerprints; `what` names the occasion on the board. Called by every rank.
 
-    Hashes go first, because a checkpoint may have many tensors; only ranks that differ exchange the fields.
+    Hashes go first; only ranks that differ exchange the fields.
 
     Raises:
         FingerprintMismatchError: see `check_fingerprints`.

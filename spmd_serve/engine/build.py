@@ -12,7 +12,7 @@ import torch
 from spmd_serve.attention.base import make_backend
 from spmd_serve.config import Config
 from spmd_serve.distributed.collectives import Communicator
-from spmd_serve.distributed.partition import make_partition
+from spmd_serve.distributed.partition import Partition, make_partition
 from spmd_serve.engine.grammar import Grammars
 from spmd_serve.engine.kv_cache import KVCache
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
@@ -123,8 +123,21 @@ def _pick_attention(requested: str, model: ModelConfig, *, gpu: bool) -> str:
 
 
 def _can_capture(model: ModelConfig, dtype: str, device: torch.device) -> bool:
-    """Whether decode steps run without waiting for the device: torch's grouped product reads sizes back where it has no kernel."""
+    """Whether decode steps never wait for the device: torch's grouped product reads sizes back where it has no kernel."""
     return model.moe is None or (dtype == "bfloat16" and torch.cuda.get_device_capability(device)[0] in (9, 10))
+
+
+def partition_of(model: ModelConfig, comm: Communicator) -> Partition:
+    """What this rank owns of the model."""
+    return make_partition(
+        rank=comm.rank,
+        world_size=comm.world_size,
+        num_q_heads=model.num_q_heads,
+        num_kv_heads=model.num_kv_heads,
+        intermediate_size=model.intermediate_size,
+        vocab_size=model.vocab_size,
+        num_experts=model.moe.num_experts if model.moe else 0,
+    )
 
 
 def build_decoder(
@@ -138,15 +151,7 @@ def build_decoder(
     options = config.model
     assert options.max_model_len, "config is resolved"
     dtype = pick_dtype(options.dtype, model, device)
-    partition = make_partition(
-        rank=comm.rank,
-        world_size=comm.world_size,
-        num_q_heads=model.num_q_heads,
-        num_kv_heads=model.num_kv_heads,
-        intermediate_size=model.intermediate_size,
-        vocab_size=model.vocab_size,
-        num_experts=model.moe.num_experts if model.moe else 0,
-    )
+    partition = partition_of(model, comm)
     if device.type == "cuda" and comm.world_size > 1 and comm.one_host:
         comm.use_symmetric_memory(dtype, device)
     attention = make_backend(config.engine.attention, device)
@@ -195,16 +200,8 @@ def count_pages(
     assert cache.page_size is not None
     if cache.num_pages is not None:
         return cache.num_pages
-    partition = make_partition(
-        rank=comm.rank,
-        world_size=comm.world_size,
-        num_q_heads=model.num_q_heads,
-        num_kv_heads=model.num_kv_heads,
-        intermediate_size=model.intermediate_size,
-        vocab_size=model.vocab_size,
-    )
-    dtype = pick_kv_dtype(config, model, device)
-    per_page = KVCache.bytes_per_page(model, max(len(partition.kv_heads), 1), cache.page_size, dtype)
+    kv_heads = max(len(partition_of(model, comm).kv_heads), 1)
+    per_page = KVCache.bytes_per_page(model, kv_heads, cache.page_size, pick_kv_dtype(config, model, device))
     memory = cache.kv_memory
     if memory is None:
         memory = _free_gpu_memory(config, runner) if device.type == "cuda" else _CPU_KV_MEMORY

@@ -23,8 +23,6 @@ class KVCache:
         dtype: torch.dtype,
         device: torch.device,
     ) -> None:
-        self.page_size = page_size
-        self.num_pages = num_pages
         shape = (model.num_layers, 2, num_pages, page_size, kv_heads, model.head_dim)
         self._data = _zeros(shape, dtype, device)
         self.layers: list[tuple[Tensor, Tensor]] = [
@@ -37,6 +35,7 @@ class KVCache:
 
     @staticmethod
     def bytes_per_page(model: ModelConfig, kv_heads: int, page_size: int, dtype: torch.dtype) -> int:
+        """Bytes of one page with K and V of all layers, of a rank with `kv_heads`."""
         return 2 * model.num_layers * page_size * kv_heads * model.head_dim * dtype.itemsize
 
 

@@ -120,9 +120,9 @@ class ModelRunner:
 
     @torch.inference_mode()
     def measure_activations(self, *, cuda_graphs: bool) -> int:
-        """Bytes that the largest step and the graphs need beside weights and KV pool, on a GPU: run it once on a pool of its own.
+        """Bytes that the largest step and the graphs need beside weights and KV pool, on a GPU.
 
-        Call before `allocate`. Collective.
+        Runs such a step on a pool of its own; call it before `allocate`. Collective.
         """
         limits, device = self._limits, self._device
         torch.cuda.reset_peak_memory_stats(device)

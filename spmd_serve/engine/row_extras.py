@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from spmd_serve.engine.grammar import GrammarState
+from spmd_serve.engine.grammar import Grammars, GrammarState
 from spmd_serve.types import NewRow, SamplingParams
 
 
@@ -32,8 +31,9 @@ class RowExtras:
 
     @classmethod
     def create(
-        cls, row: NewRow, vocab: range, eos_token_ids: tuple[int, ...], device: torch.device, grammars: Any
+        cls, row: NewRow, vocab: range, eos_token_ids: tuple[int, ...], device: torch.device, grammars: Grammars
     ) -> RowExtras:
+        """Of a row that begins: what is known of it, on this rank's rows `vocab` of the vocabulary."""
         p = row.params
         tokens = row.tokens[: row.num_tokens].tolist()
         prompt, output = tokens[: row.num_prompt], tokens[row.num_prompt :]

@@ -323,10 +323,12 @@ class Message(Body):
         return self
 
 
-class ChatFields(Body):
-    """What makes a prompt of a chat; /tokenize takes it too."""
+Messages = Annotated[list[Message], Field(min_length=1, max_length=8192)]
 
-    messages: list[Message] = Field(min_length=1, max_length=8192)
+
+class ChatFields(Body):
+    """How messages become a prompt; /tokenize takes these too."""
+
     add_generation_prompt: bool | None = _extension()
     continue_final_message: bool | None = _extension()
     chat_template_kwargs: dict[str, Any] | None = _extension()
@@ -358,21 +360,19 @@ class ChatBody(Generate, ChatFields):
         "chat_template": "templates come from the server's operator (--chat-template)",
     }
 
+    messages: Messages
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0)
 
 
-class TokenizeBody(Body):
+class TokenizeBody(ChatFields):
     """POST /tokenize: `prompt`, or `messages` with the fields of a chat."""
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[Message] | None = Field(None, min_length=1, max_length=8192)
+    messages: Messages | None = None
     add_special_tokens: bool | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
     return_token_strs: bool | None = None
 
 

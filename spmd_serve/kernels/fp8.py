@@ -55,6 +55,7 @@ class Fp8Weight:
 
     @property
     def nbytes(self) -> int:
+        """Bytes of values and scales; 0 without values, so that the loader passes over it."""
         return self.values.nbytes and self.values.nbytes + self.scales.nbytes
 
     def quantize_(self, weight: Tensor) -> None:

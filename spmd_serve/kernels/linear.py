@@ -64,7 +64,7 @@ def linear(
 
 
 def takes_following(x: Tensor, weight: CpuWeight) -> bool:
-    """Whether the norm after a layer whose output is added to the residual costs no kernel of its own, for as many tokens as x has."""
+    """Whether the norm after a layer with a residual add costs no kernel of its own, for as many tokens as x has."""
     if not x.is_cuda or x.dtype != torch.bfloat16:
         return False
     from spmd_serve.kernels.gpu import linear as gpu

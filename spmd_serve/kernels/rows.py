@@ -1,6 +1,7 @@
 """What a step reads from and writes to tables, in one kernel each.
 
-The tensors of the table of running sequences are indexed by slot. The padding slot stands for rows that a captured step carries along unused.
+The tensors of the table of running sequences are indexed by slot. The padding slot stands for rows that a captured step
+carries along unused.
 """
 
 from __future__ import annotations

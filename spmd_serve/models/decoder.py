@@ -54,7 +54,7 @@ class DecoderLayer:
 
     @property
     def can_accumulate(self) -> bool:
-        """Whether nothing stands between a block's output and the residual stream, and the linear layers can take the norms in."""
+        """Whether a block's output goes straight into the residual stream, and linear layers can take the norms in."""
         if self.attention_pre is None or self.attention_post is not None:
             return False
         return self.attention_pre.scale.dtype == self._ctx.activations

@@ -16,6 +16,7 @@ from spmd_serve.scheduler.digest import RollingDigest
 from spmd_serve.scheduler.intake import Intake
 from spmd_serve.scheduler.outbox import Outbox
 from spmd_serve.scheduler.page_tables import PageTables
+from spmd_serve.scheduler.prefill import deal_prefill
 from spmd_serve.scheduler.sequence import Sequence, SequenceStatus
 from spmd_serve.scheduler.waiting_queue import WaitingQueue
 from spmd_serve.types import (
@@ -45,15 +46,11 @@ class _Flight:
     chunks: list[Sequence]
 
 
-def _goes_first(running: Sequence, waiting: Sequence, in_order: bool) -> bool:
-    return running < waiting if in_order else running.left_order < waiting.size_order
-
-
 class Scheduler:
     """Continuous batching with chunked prefill, a prefix cache and preemption by recompute.
 
-    Each step: `apply`, `schedule`, `commit` of the oldest step in flight, `take_output`. With `overlap` the next `schedule` may
-    come before the `commit` of the last one (at most two steps are planned and not committed then).
+    Each step: `apply`, `schedule`, `commit` of the oldest step in flight, `take_output`. With `overlap` the next `schedule`
+    may come before the `commit` of the last one (at most two steps are planned and not committed then).
 
     Args:
         options: limits and policy.
@@ -101,8 +98,8 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # sorted by Sequence.order
         self._prefilling: list[Sequence] = []  # those of them whose prompts are not planned to the end
-        # Decoding sequences and their slots, in the order in which they began. The lists are replaced, never changed: steps in
-        # flight keep them, and the engine sees by identity that nothing has changed.
+        # Decoding sequences and their slots, the longest first (`_update_decoding`). The lists are replaced, never changed:
+        # steps in flight keep them, and the engine sees by identity that nothing has changed.
         self._decoding: list[Sequence] = []
         self._decode_slots: list[int] = []
         self._joining: list[Sequence] = []  # decode from the next step on
@@ -204,7 +201,13 @@ class Scheduler:
         decodes, decode_slots = self._plan_decodes()
         if self._prefilling or self._waiting:
             may_admit = self._preempted_total == preempted  # whoever gave way does not come back in the same step
-            parts = self._deal_prefill(self._max_batch_tokens - len(decodes), may_admit, new_rows)
+            parts = deal_prefill(
+                self._max_batch_tokens - len(decodes),
+                self._prefill_share,
+                self._prefilling,
+                self._waiting,
+                lambda sequence: may_admit and self._admit(sequence, new_rows),
+            )
         if not decodes and not parts:
             assert not new_rows
             return None
@@ -248,7 +251,7 @@ class Scheduler:
         return rows, [s.slot for s in rows]
 
     def _update_decoding(self) -> None:
-        """The longest come first, so that attention's programs, which start in this order, do not end with a long one."""
+        """Take in who has joined and left. The longest come first: attention's programs start in this order."""
         if self._decoding_changed:
             self._decoding = [s for s in (*self._decoding, *self._joining) if s.status is _DECODE]
             self._decoding.sort(key=attrgetter("planned"), reverse=True)  # it stays so while all of them go on together
@@ -271,42 +274,6 @@ class Scheduler:
                 return False
         self._tables.grow(sequence)
         return True
-
-    def _deal_prefill(self, budget: int, may_admit: bool, new_rows: list[NewRow]) -> list[tuple[Sequence, int]]:
-        """Deal `budget` tokens to prompts, admitting those that wait while there are tokens, rows and pages.
-
-        `prefill_share` of them go in order of service. The rest goes to the others, the shortest first, so that a short
-        prompt passes a long one; the oldest goes on all the same, and everyone is the oldest some day. What nobody else wants
-        goes back to the one that was cut.
-        """
-        parts: list[tuple[Sequence, int]] = []
-        rows = self._prefilling[:]
-        left = max(1, int(self._prefill_share * budget)) if budget else 0
-        reserve = budget - left
-        cut = 0
-        for in_order in (True, False):
-            rows.sort(key=attrgetter("order" if in_order else "left_order"), reverse=True)  # the next one is the last
-            while left > 0:
-                head = (self._waiting.first if in_order else self._waiting.shortest) if may_admit else None
-                if head is not None and not (rows and _goes_first(rows[-1], head, in_order)):
-                    may_admit = self._admit(head, new_rows)
-                    if not may_admit:
-                        continue
-                    sequence = head
-                elif rows:
-                    sequence = rows.pop()
-                else:
-                    break
-                size = min(sequence.prefill_end - sequence.planned, left)
-                parts.append((sequence, size))
-                left -= size
-            if in_order:
-                left += reserve
-                cut = len(parts) - 1
-        if left > 0 and parts:
-            sequence, size = parts[cut]
-            parts[cut] = (sequence, min(sequence.prefill_end - sequence.planned, size + left))
-        return parts
 
     def _admit(self, sequence: Sequence, new_rows: list[NewRow]) -> bool:
         """Give a waiting sequence a row and the pages of all its known tokens; False if it must go on waiting."""

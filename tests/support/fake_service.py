@@ -23,7 +23,6 @@ EOS = 2
 VOCAB = 49152
 CONTEXT = 8192
 MODEL = "parrot"
-_USER = 4093  # "user" in SmolLM2's vocabulary
 _TURN, _END = 1, 2  # <|im_start|>, <|im_end|>
 
 

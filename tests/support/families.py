@@ -13,7 +13,7 @@ from torch import Tensor
 from spmd_serve.attention.base import AttentionBatch, ChunkSpan
 from spmd_serve.attention.torch_native import TorchAttention
 from spmd_serve.distributed.collectives import Communicator
-from spmd_serve.distributed.partition import make_partition
+from spmd_serve.engine.build import partition_of
 from spmd_serve.engine.kv_cache import KVCache
 from spmd_serve.kernels.fp8 import Fp8Format
 from spmd_serve.models.blocks import DecoderContext
@@ -183,15 +183,7 @@ class Shard:
     def __init__(self, folder: Path, comm: Communicator, slots: int, fp8: Fp8Format | None, dtype: torch.dtype) -> None:
         self.model = load_model_config(folder)
         self.comm = comm
-        self.partition = make_partition(
-            rank=comm.rank,
-            world_size=comm.world_size,
-            num_q_heads=self.model.num_q_heads,
-            num_kv_heads=self.model.num_kv_heads,
-            intermediate_size=self.model.intermediate_size,
-            vocab_size=self.model.vocab_size,
-            num_experts=self.model.moe.num_experts if self.model.moe else 0,
-        )
+        self.partition = partition_of(self.model, comm)
         self.attention = TorchAttention()
         cpu = torch.device("cpu")
         context = DecoderContext(self.model, self.partition, comm, self.attention, dtype, cpu, fp8)

@@ -25,7 +25,7 @@ ALLOWED = {
     "engine": LEAVES | {"models", "layers", "attention", "distributed", "kernels"},
     "step_loop": LEAVES | {"scheduler", "engine", "distributed"},
 }
-FREE = {"__main__", "assembly", "llm", "bench", "__init__"}  # the top: may import all
+FREE = {"__main__", "assembly", "llm", "logs", "bench", "__init__"}  # the top: may import all
 TORCH_FREE = {"errors", "types", "config", "structured_output", "tokenizer_files", "scheduler", "frontend"}
 
 

@@ -12,7 +12,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 from spmd_serve.attention.torch_native import TorchAttention
 from spmd_serve.distributed.collectives import Communicator
-from spmd_serve.distributed.partition import make_partition
+from spmd_serve.engine.build import partition_of
 from spmd_serve.engine.grammar import Grammars
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
 from spmd_serve.models.blocks import DecoderContext
@@ -46,9 +46,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> tuple[LlamaForCausalL
 
 def make_runner(folder: Path, page_size: int, max_num_seqs: int = 4, tokenizer: Path | None = None) -> ModelRunner:
     comm = Communicator()
-    partition = make_partition(
-        rank=0, world_size=1, num_q_heads=6, num_kv_heads=2, intermediate_size=80, vocab_size=211
-    )
+    partition = partition_of(TINY_LLAMA, comm)
     attention = TorchAttention()
     device = torch.device("cpu")
     decoder = Decoder(DecoderContext(TINY_LLAMA, partition, comm, attention, torch.float32, device), 128)

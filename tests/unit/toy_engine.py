@@ -265,6 +265,12 @@ def random_prompt(rng: random.Random, low: int, high: int) -> list[int]:
     return [rng.randrange(1, VOCAB) for _ in range(rng.randint(low, high))]
 
 
+def prompts(count: int, low: int = 1, high: int = 30, seed: int = 0) -> list[list[int]]:
+    """Random ones, the same for the same seed."""
+    rng = random.Random(seed)
+    return [random_prompt(rng, low, high) for _ in range(count)]
+
+
 def make_loop(seed: int) -> ToyLoop:
     """A loop with a pool that is too small, the other settings drawn from the seed."""
     rng = random.Random(seed)

@@ -1,1 +1,1 @@
-"""The Triton kernels. Imported by the functions of spmd_serve.kernels when their tensors are on a GPU."""
+"""The Triton and CUDA kernels. Imported by the functions of spmd_serve.kernels when their tensors are on a GPU."""

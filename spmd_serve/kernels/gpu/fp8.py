@@ -2,7 +2,8 @@
 
 Up to 16 tokens go through fp8_stream.cu, where the weights become float16 in registers. For more, and scales of whole
 rows, torch._scaled_mm multiplies in FP8, with one scale a token that `quantize_rows` finds (after the norm or the gated
-activation before the layer, in the same kernel); with scales of blocks `_matmul` multiplies in the compute type. Where fp8_stream.cu has no kernel, one token goes through the GEMV of linear.py.
+activation before the layer, in the same kernel); with scales of blocks `_matmul` multiplies in the compute type. Where
+fp8_stream.cu has no kernel, one token goes through the GEMV of linear.py.
 """
 
 from dataclasses import dataclass
