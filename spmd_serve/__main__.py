@@ -191,7 +191,7 @@ def _serve(
     plan = make_plan(config, ranks)
     config, model, folder = plan.config, plan.model, plan.folder
     tokenizer_folder = Path(config.model.tokenizer or folder)
-    agree(board, "model", model_fingerprint(model, tokenizer_folder) | options_fingerprint(config))
+    agree(board, "model", model_fingerprint(model, folder, tokenizer_folder) | options_fingerprint(config))
 
     frontend = None
     if ranks.rank == 0:

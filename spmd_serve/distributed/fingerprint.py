@@ -17,6 +17,7 @@ from spmd_serve.distributed.board import Board, Peer
 from spmd_serve.errors import FingerprintMismatchError
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 
 def software_fingerprint() -> dict[str, str]:
@@ -30,14 +31,17 @@ def software_fingerprint() -> dict[str, str]:
     }
 
 
-def model_fingerprint(model: Any, tokenizer_folder: Path) -> dict[str, str]:
-    """Fields of the model's configuration (a dataclass), and the tokenizer's files.
+def model_fingerprint(model: Any, folder: Path, tokenizer_folder: Path) -> dict[str, str]:
+    """Fields of the model's configuration (a dataclass), the tokenizer's files, and samples of the weights.
 
-    The checkpoint is not in it: each rank holds its tensors' names and shapes against this configuration when it loads.
+    The samples tell two fine-tunes of one model apart. Names and shapes of tensors are not in it: each rank holds its own
+    against this configuration when it loads.
     """
     prints = {f"model.{f.name}": repr(getattr(model, f.name)) for f in dataclasses.fields(model)}
     for name in _TOKENIZER_FILES:
         prints[name] = _hash_files(tokenizer_folder, [name])
+    for path in sorted(folder.glob("*.safetensors")):
+        prints[path.name] = _sample(path)
     return prints
 
 
@@ -77,6 +81,17 @@ def check_fingerprints(prints: Sequence[Mapping[str, str]], peers: Iterable[Peer
                     f"{peer} does not run the same as rank 0: {field} is {own.get(field, 'missing')} there and "
                     f"{reference.get(field, 'missing')} on rank 0; install the same software and the same model on every host"
                 )
+
+
+def _sample(path: Path) -> str:
+    """Of a file too large to read whole: its size, and a hash over some blocks from begin to end."""
+    size = path.stat().st_size
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        for i in range(_SAMPLES):
+            file.seek(max(size - _SAMPLE_BYTES, 0) * i // (_SAMPLES - 1))
+            digest.update(file.read(_SAMPLE_BYTES))
+    return f"{size} bytes, {digest.hexdigest()[:16]}"
 
 
 def _hash_files(root: Path, names: Iterable[str]) -> str:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+from support.checkpoints import make_checkpoint, write_tokenizer
 from torchrun_job import Job
 
 from spmd_serve.__main__ import _rank0_options
@@ -68,6 +70,22 @@ def test_a_model_that_one_host_lacks(start_job: StartJob, tmp_path: Path) -> Non
     assert job.await_end(60) == 2
     (line,) = error_lines(job)
     assert f"rank 1 ({socket.gethostname()})" in line and "--model" in line
+    assert "Traceback" not in job.log
+
+
+def test_hosts_with_other_weights_of_one_model(start_job: StartJob, tmp_path: Path) -> None:
+    """Two fine-tunes have the same configuration, names and shapes: together they would answer nonsense."""
+    here, there = tmp_path / "here" / "model", tmp_path / "there" / "model"
+    make_checkpoint(here, "llama")
+    write_tokenizer(here)
+    shutil.copytree(here, there)
+    (weights,) = there.glob("*.safetensors")
+    tensors = load_file(weights)
+    save_file({name: tensor * 1.01 for name, tensor in tensors.items()}, weights, metadata={"format": "pt"})
+    job = start_job("--model", "model", bare=[{"CWD": str(here.parent)}, {"CWD": str(there.parent)}])
+    assert job.await_end(60) == 2
+    (line,) = error_lines(job)
+    assert f"rank 1 ({socket.gethostname()}) does not run the same as rank 0: {weights.name} is" in line
     assert "Traceback" not in job.log
 
 
