@@ -10,13 +10,28 @@ case ${1:-} in
 Usage: launch/test.sh [PYTEST ARGUMENT...]
 
 Makes the environment with the test extra if it is missing, then runs ruff check, ruff format --check, mypy --strict and
-pytest with the given arguments (default: all tests). Exits non-zero if any of them failed.
+pytest with the given arguments (default: all tests, and those of the Triton kernels once more in Triton's interpreter, which
+needs no GPU). Exits non-zero if any of them failed.
 
 HELP
         venv_environment_help
         exit 0
         ;;
 esac
+
+# Triton, and the numpy that its interpreter wants, in a folder of their own: no other test sees them. Prints the folder.
+triton_site() {
+    local site=$ROOT/.venv-triton
+    if [ ! -e "$site/done" ]; then
+        say "fetching Triton for its interpreter"
+        if ! "$PYTHON" -m pip install --quiet --no-deps --upgrade --target "$site" triton==3.6.0 'numpy>=2,<2.4' >&2; then
+            say "Triton cannot be fetched: its kernels are not tested here"
+            return 1
+        fi
+        touch "$site/done"
+    fi
+    echo "$site"
+}
 
 ensure_python test
 cd "$ROOT"
@@ -35,20 +50,30 @@ check() { # check NAME COMMAND...
 }
 check lint "$PYTHON" -m ruff check .
 check format "$PYTHON" -m ruff format --check .
-# Many tests wait for servers and timeouts, so three files run at a time, and mypy uses what they leave of the cores. A file
-# stays with one process, for its servers. tests/conftest.py puts them into an order: first those that take long.
-types_log=$(mktemp)
-nice "$PYTHON" -m mypy >"$types_log" 2>&1 &
-types=$!
-trap '[ -z "$types" ] || kill "$types" || true; rm -f "$types_log"' EXIT
-check tests "$PYTHON" -m pytest --numprocesses="${TEST_PROCESSES:-3}" --dist=loadfile --no-loadscope-reorder "$@"
-mypy_beside_the_tests() {
-    local code=0
-    wait "$types" || code=$?
-    types=
-    cat "$types_log"
-    return "$code"
+# Many tests wait for servers and timeouts, so three files run at a time, and what is beside them uses what they leave of the
+# cores. A file stays with one process, for its servers. tests/conftest.py puts them into an order: first those that take long.
+logs=$(mktemp -d)
+beside=()
+trap '[ "${#beside[@]}" -eq 0 ] || kill "${beside[@]}" 2>/dev/null || true; rm -rf "$logs"' EXIT
+start_beside() { # start_beside NAME COMMAND...: `check NAME finish_beside NAME` later
+    local name=$1
+    shift
+    { nice "$@" >"$logs/$name" 2>&1 || echo $? >"$logs/$name.code"; } &
+    beside+=("$!")
 }
-check types mypy_beside_the_tests
+finish_beside() {
+    wait "${beside[0]}" || true
+    beside=("${beside[@]:1}")
+    cat "$logs/$1"
+    [ ! -e "$logs/$1.code" ]
+}
+start_beside types "$PYTHON" -m mypy
+if [ $# -eq 0 ] && site=$(triton_site); then
+    start_beside kernels env TRITON_INTERPRET=1 PYTHONPATH="$site" "$PYTHON" -m pytest -p no:cacheprovider \
+        tests/unit/test_kernels_triton.py tests/unit/test_kernels_filters.py
+fi
+check tests "$PYTHON" -m pytest --numprocesses="${TEST_PROCESSES:-3}" --dist=loadfile --no-loadscope-reorder "$@"
+check types finish_beside types
+[ ! -e "$logs/kernels" ] || check kernels finish_beside kernels
 check "types of launch/" "$PYTHON" -m mypy launch/*.py
 [ "${#failed[@]}" -eq 0 ] || die "failed: ${failed[*]}"
