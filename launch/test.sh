@@ -10,8 +10,8 @@ case ${1:-} in
 Usage: launch/test.sh [PYTEST ARGUMENT...]
 
 Makes the environment with the test extra if it is missing, then runs ruff check, ruff format --check, mypy --strict and
-pytest with the given arguments (default: all tests, and those of the Triton kernels once more in Triton's interpreter, which
-needs no GPU). Exits non-zero if any of them failed.
+pytest with the given arguments. Without arguments it runs all tests, and the Triton kernels in Triton's interpreter and
+through its compiler, neither of which needs a GPU. Exits non-zero if any of them failed.
 
 HELP
         venv_environment_help
@@ -69,11 +69,17 @@ finish_beside() {
 }
 start_beside types "$PYTHON" -m mypy
 if [ $# -eq 0 ] && site=$(triton_site); then
-    start_beside kernels env TRITON_INTERPRET=1 PYTHONPATH="$site" "$PYTHON" -m pytest -p no:cacheprovider \
-        tests/unit/test_kernels_triton.py tests/unit/test_kernels_filters.py
+    triton_tests() { # triton_tests NAME VARIABLE FILE...
+        start_beside "$1" env "$2=1" PYTHONPATH="$site" "$PYTHON" -m pytest -p no:cacheprovider "${@:3}"
+    }
+    triton_tests kernels TRITON_INTERPRET tests/unit/test_kernels_triton.py tests/unit/test_kernels_filters.py
+    triton_tests compilation SPMD_TEST_COMPILE tests/unit/test_kernels_compile.py
 fi
 check tests "$PYTHON" -m pytest --numprocesses="${TEST_PROCESSES:-3}" --dist=loadfile --no-loadscope-reorder "$@"
 check types finish_beside types
-[ ! -e "$logs/kernels" ] || check kernels finish_beside kernels
+if [ -e "$logs/kernels" ]; then
+    check kernels finish_beside kernels
+    check compilation finish_beside compilation
+fi
 check "types of launch/" "$PYTHON" -m mypy launch/*.py
 [ "${#failed[@]}" -eq 0 ] || die "failed: ${failed[*]}"
