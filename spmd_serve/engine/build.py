@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -23,7 +22,7 @@ from spmd_serve.models.blocks import DecoderContext
 from spmd_serve.models.decoder import Decoder
 from spmd_serve.models.fp8 import fp8_format
 from spmd_serve.models.model_config import ModelConfig
-from spmd_serve.models.weights import LoadReport, load_weights, open_source
+from spmd_serve.models.weights import LoadReport, has_own_head, is_unused, load_weights, open_source
 
 logger = logging.getLogger(__name__)
 
@@ -151,11 +150,13 @@ def build_decoder(
         comm.use_symmetric_memory(dtype, device)
     attention = make_backend(config.engine.attention, device)
     fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
+    source = open_source(folder, model, options.load_format, device)
+    if model.tie_embeddings and has_own_head(source, model, partition.vocab):
+        model = dataclasses.replace(model, tie_embeddings=False)
     context = DecoderContext(model, partition, comm, attention, dtype, device, fp8)
     with torch.inference_mode():
         decoder = Decoder(context, options.max_model_len)
-        source = open_source(folder, model, options.load_format, device)
-        report = load_weights(decoder.pieces(), source, progress=comm.rank == 0, ignore=_is_unused(model))
+        report = load_weights(decoder.pieces(), source, progress=comm.rank == 0, ignore=is_unused(model))
         decoder.pack()
     logger.info("weights loaded: %s", report)
     return decoder, context, report
@@ -223,14 +224,3 @@ def _free_gpu_memory(config: Config, runner: ModelRunner) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return max(int(free - (1 - config.cache.gpu_memory_utilization) * total) - activations, 0)
-
-
-def _is_unused(model: ModelConfig) -> Callable[[str], bool]:
-    """Checkpoint names that may be left over: buffers that are computed, and the LM head of a tied model."""
-
-    def ignore(name: str) -> bool:
-        return name.endswith(("rotary_emb.inv_freq", "masked_bias")) or (
-            model.tie_embeddings and name == "lm_head.weight"
-        )
-
-    return ignore
