@@ -112,9 +112,10 @@ def _begin_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ..
 
     def make() -> None:
         try:
-            text = read_tokenizer(folder).to_str()
+            tokenizer = read_tokenizer(folder)
+            size = max(vocab_size, tokenizer.get_vocab_size())  # a tokenizer may have tokens that the model has not
             eos = list(eos_token_ids) or None
-            future.set_result(llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos))
+            future.set_result(llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=eos))
         except ModelError as error:
             future.set_exception(error)
         except Exception as error:
