@@ -36,7 +36,10 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{folder} has no tokenizer.json; give a folder that has one with --tokenizer")
+        raise ModelError(
+            f"{folder} has no tokenizer.json, the only kind of tokenizer that is read; give a folder that has one with --tokenizer "
+            "(transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) makes one of tokenizer.model and others)"
+        )
     try:
         tokenizer: Tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception

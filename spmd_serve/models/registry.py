@@ -17,6 +17,7 @@ from spmd_serve.layers.rotary import RopeConfig, check_rope
 from spmd_serve.models.defaults import DEFAULTS
 from spmd_serve.models.fp8 import fp8_checkpoint
 from spmd_serve.models.model_config import LayerSpec, ModelConfig, MoEConfig
+from spmd_serve.types import SamplingParams
 
 Raw = Mapping[str, Any]  # a parsed config.json (its text_config, if it has one)
 
@@ -222,6 +223,7 @@ def _model_config(architecture: str, raw: Raw, generation: Raw) -> ModelConfig:
     for rope in ropes.values():
         check_rope(rope, head_dim)
     layers = _layers(raw, ropes, *(family.pop(key, None) for key in _OF_LAYERS))
+    eos = _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id"))
     fields: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": raw["vocab_size"],
@@ -236,13 +238,31 @@ def _model_config(architecture: str, raw: Raw, generation: Raw) -> ModelConfig:
         "ropes": tuple(ropes.values()),
         "norm_eps": raw.get("rms_norm_eps", 1e-6),
         "tie_embeddings": raw.get("tie_word_embeddings", False),
-        "eos_token_ids": _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
+        "eos_token_ids": tuple(i for i in eos if 0 <= i < raw["vocab_size"]),  # -1 is some files' way to say none
         "bos_token_id": next(iter(_token_ids(generation.get("bos_token_id"), raw.get("bos_token_id"))), None),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch."),
         "quantization": quantization,
-        "generation_defaults": {k: generation[k] for k in _SAMPLING_DEFAULTS if generation.get(k) is not None},
+        "generation_defaults": _generation_defaults(generation, raw["vocab_size"]),
     }
     return ModelConfig(**(fields | _activation(raw, family) | family))
+
+
+def _generation_defaults(generation: Raw, vocab_size: int) -> dict[str, float]:
+    """How the model is sampled where a request does not say."""
+    try:
+        given = {key: float(generation[key]) for key in _SAMPLING_DEFAULTS if generation.get(key) is not None}
+    except (TypeError, ValueError) as error:
+        given, problem = {}, str(error)
+    else:
+        if generation.get("do_sample") is False:
+            given["temperature"] = 0.0
+        if "top_k" in given:
+            given["top_k"] = max(0, int(given["top_k"]))  # -1 is off too
+        params: dict[str, Any] = {"max_tokens": 1, **given}
+        problem = SamplingParams(**params).problem(vocab_size)
+    if problem:
+        raise ModelError(f"the model's generation_config.json cannot be followed: {problem}; correct or delete it")
+    return given
 
 
 def _activation(raw: Raw, family: Raw) -> dict[str, str]:

@@ -127,6 +127,8 @@ def test_wrong_use_of_a_template_is_the_clients_error(tokenizer: TextTokenizer) 
 
 def test_where_templates_come_from(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     assert find_template(tmp_path, None) is None
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "zero"}')
+    assert find_template(tmp_path, None) == "zero"
     config = tmp_path / "tokenizer_config.json"
     config.write_text('{"chat_template": "one"}')
     assert find_template(tmp_path, None) == "one"

@@ -220,6 +220,23 @@ def test_generation_config_comes_first(tmp_path: Path) -> None:
     assert model.generation_defaults == {"temperature": 0.6, "top_k": 20}
 
 
+def test_ids_that_the_model_has_not_are_no_eos(tmp_path: Path) -> None:
+    assert load(tmp_path, eos_token_id=-1).eos_token_ids == ()
+    assert load(tmp_path, eos_token_id=[999, 1000]).eos_token_ids == (999,)
+
+
+def test_generation_defaults_are_what_a_request_could_ask_for(tmp_path: Path) -> None:
+    def defaults(**generation: Any) -> dict[str, Any]:
+        return load(tmp_path, generation).generation_defaults
+
+    assert defaults(top_k=-1, temperature=1, do_sample=True) == {"top_k": 0, "temperature": 1.0}
+    assert defaults(top_k=20.0, temperature=0.6, do_sample=False) == {"top_k": 20, "temperature": 0.0}
+    assert defaults(temperature=0, top_k=0, do_sample=None) == {"temperature": 0.0, "top_k": 0}
+    for wrong in ({"top_p": 0.0}, {"temperature": -1}, {"min_p": 2}, {"top_k": "many"}, {"repetition_penalty": [1]}):
+        with pytest.raises(ModelError, match=r"generation_config\.json cannot be followed"):
+            defaults(**wrong)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
