@@ -81,7 +81,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, tokenizer: TextTokenizer) -> None:
-        self._variables: dict[str, Any] = dict(tokenizer.special_tokens)
+        # Some templates ask `tools is not none`, which is true of what is not there at all.
+        self._variables: dict[str, Any] = {"tools": None, "documents": None} | tokenizer.special_tokens
         try:
             self._template = None if source is None else _environment().from_string(source)
         except jinja2.TemplateError as error:

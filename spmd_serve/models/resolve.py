@@ -64,6 +64,8 @@ def _bundled_gguf() -> Path:
 def _check_folder(folder: Path, show: bool) -> Path:
     if (folder / "config.json").exists():
         return folder
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(f"{folder} holds an adapter (LoRA), which is not served; merge it into its base model first")
     gguf = sorted(folder.glob("*.gguf"))
     first_parts = [file for file in gguf if not re.search(r"-\d{5}-of-\d{5}$", file.stem) or "-00001-of-" in file.stem]
     if len(first_parts) == 1:
@@ -105,4 +107,8 @@ def _download(repo: str, *, weights: bool, show: bool) -> Path:
         ) from error
     except (HfHubHTTPError, OSError) as error:
         raise ModelError(f"{repo} cannot be downloaded ({one_line(error)})") from error
+    if not any((Path(folder) / name).exists() for name in ("config.json", "adapter_config.json")):
+        raise ModelError(
+            f"{repo} on the hub has no config.json; if it has .gguf files, download one and give its path as --model"
+        )
     return _check_folder(Path(folder), show)

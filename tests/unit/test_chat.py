@@ -106,6 +106,15 @@ def test_template_helpers(tokenizer: TextTokenizer) -> None:
     assert text == '"<é>"w%'
 
 
+def test_what_is_not_given_is_none_as_in_transformers(tokenizer: TextTokenizer, theirs: Any) -> None:
+    source = "{{ tools is none }} {{ documents is none }} {{ tools is defined }} {{ other is defined }}"
+    text = render(own(source, tokenizer), [{"role": "user", "content": "x"}])
+    assert text == "True True True False"
+    assert text == theirs.apply_chat_template(
+        [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=False, chat_template=source
+    )
+
+
 def test_wrong_use_of_a_template_is_the_clients_error(tokenizer: TextTokenizer) -> None:
     for source in (
         "{{ raise_exception('no system role') }}",

@@ -310,6 +310,10 @@ def test_missing_model_is_one_clear_line(
 def test_folders(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         resolved(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="an adapter"):
+        resolved(str(tmp_path))
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "a.gguf").write_bytes(b"x")
     with pytest.raises(WeightsError, match=r"a\.gguf is damaged"):  # the only GGUF file is meant
         resolved(str(tmp_path))
@@ -334,6 +338,8 @@ def test_hub_download_asks_for_what_is_needed(tmp_path: Path, monkeypatch: pytes
 
     def snapshot_download(repo: str, **options: Any) -> str:
         asked.append({"repo": repo, **options})
+        if repo == "owner/gguf":
+            return str(tmp_path / "nothing")
         (tmp_path / "config.json").write_text("{}")
         return str(tmp_path)
 
@@ -345,3 +351,5 @@ def test_hub_download_asks_for_what_is_needed(tmp_path: Path, monkeypatch: pytes
     assert "*.safetensors" in asked[0]["allow_patterns"]
     assert "*.safetensors" not in asked[1]["allow_patterns"]
     assert "*.json" in asked[1]["allow_patterns"]
+    with pytest.raises(ModelError, match=r"owner/gguf on the hub has no config\.json"):
+        resolved("owner/gguf")
