@@ -154,7 +154,7 @@ _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_pena
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Read config.json (and generation_config.json, if there is one) of the model in `folder`.
+    """Read config.json (and generation_config.json and tokenizer_config.json, if there are any) of the model in `folder`.
 
     Raises:
         UnsupportedModelError: an architecture or feature that is not known; the message lists those that are.
@@ -162,10 +162,11 @@ def load_model_config(folder: Path) -> ModelConfig:
     """
     whole = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json", optional=True)
+    tokenizer = _read_json(folder / "tokenizer_config.json", optional=True)
     architecture = _architecture(whole, folder)
     raw = DEFAULTS.get(architecture, {}) | _text_config(whole)
     try:
-        return _model_config(architecture, raw, generation)
+        return _model_config(architecture, raw, generation, tokenizer)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, ModelError):
             raise
@@ -208,7 +209,7 @@ def _text_config(whole: dict[str, Any]) -> dict[str, Any]:
     return whole | (whole.get("text_config") or {}) | outer
 
 
-def _model_config(architecture: str, raw: Raw, generation: Raw) -> ModelConfig:
+def _model_config(architecture: str, raw: Raw, generation: Raw, tokenizer: Raw) -> ModelConfig:
     family = {
         key: value(raw) if callable(value) and key not in _OF_LAYERS else value
         for key, value in FAMILIES[architecture].items()
@@ -223,7 +224,7 @@ def _model_config(architecture: str, raw: Raw, generation: Raw) -> ModelConfig:
     for rope in ropes.values():
         check_rope(rope, head_dim)
     layers = _layers(raw, ropes, *(family.pop(key, None) for key in _OF_LAYERS))
-    eos = _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id"))
+    eos = _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")) + _eos_of_tokenizer(tokenizer)
     fields: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": raw["vocab_size"],
@@ -238,7 +239,8 @@ def _model_config(architecture: str, raw: Raw, generation: Raw) -> ModelConfig:
         "ropes": tuple(ropes.values()),
         "norm_eps": raw.get("rms_norm_eps", 1e-6),
         "tie_embeddings": raw.get("tie_word_embeddings", False),
-        "eos_token_ids": tuple(i for i in eos if 0 <= i < raw["vocab_size"]),  # -1 is some files' way to say none
+        # -1 is some files' way to say none.
+        "eos_token_ids": tuple(i for i in dict.fromkeys(eos) if 0 <= i < raw["vocab_size"]),
         "bos_token_id": next(iter(_token_ids(generation.get("bos_token_id"), raw.get("bos_token_id"))), None),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch."),
         "quantization": quantization,
@@ -280,6 +282,14 @@ def _token_ids(*candidates: Any) -> tuple[int, ...]:
         if given is not None:
             return tuple(given) if isinstance(given, list) else (int(given),)
     return ()
+
+
+def _eos_of_tokenizer(tokenizer: Raw) -> tuple[int, ...]:
+    """Chat models tuned from base models may have their end of turn nowhere else."""
+    eos = tokenizer.get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    added = tokenizer.get("added_tokens_decoder") or {}
+    return tuple(int(i) for i, token in added.items() if token.get("content") == text)
 
 
 # ---- layers and rotary embeddings ---------------------------------------------------------------------------------

@@ -225,6 +225,17 @@ def test_ids_that_the_model_has_not_are_no_eos(tmp_path: Path) -> None:
     assert load(tmp_path, eos_token_id=[999, 1000]).eos_token_ids == (999,)
 
 
+@pytest.mark.parametrize("eos", ["<|im_end|>", {"content": "<|im_end|>", "special": True}, None, "<|other|>"])
+def test_the_tokenizers_eos_ends_a_text_too(tmp_path: Path, eos: Any) -> None:
+    added = {"7": {"content": "<|im_end|>"}, "8": {"content": "<think>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "added_tokens_decoder": added}))
+    of_tokenizer = (7,) if eos not in (None, "<|other|>") else ()
+    assert load(tmp_path, eos_token_id=2).eos_token_ids == (2, *of_tokenizer)
+    assert load(tmp_path, eos_token_id=[7, 2]).eos_token_ids == (7, 2)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert load(tmp_path, eos_token_id=2).eos_token_ids == (2,)
+
+
 def test_generation_defaults_are_what_a_request_could_ask_for(tmp_path: Path) -> None:
     def defaults(**generation: Any) -> dict[str, Any]:
         return load(tmp_path, generation).generation_defaults
@@ -321,6 +332,11 @@ def test_folders(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"several \.gguf files.*a\.gguf, b\.gguf"):
         resolved(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"several \.gguf files"):  # repositories of GGUF files may have a config.json
+        resolved(str(tmp_path))
+    assert resolved(str(tmp_path), load_format="dummy") == tmp_path
+    for file in tmp_path.glob("*.gguf"):
+        file.unlink()
     assert resolved(str(tmp_path)) == tmp_path
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"is a file but no \.gguf"):
