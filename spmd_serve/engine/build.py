@@ -137,6 +137,7 @@ def build_decoder(
     options = config.model
     assert options.max_model_len, "config is resolved"
     dtype = pick_dtype(options.dtype, model, device)
+    fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
     partition = make_partition(
         rank=comm.rank,
         world_size=comm.world_size,
@@ -145,11 +146,12 @@ def build_decoder(
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
         num_experts=model.moe.num_experts if model.moe else 0,
+        # Columns of a block have one scale: those of a block that is cut would have to be quantised again.
+        ffn_unit=(fp8 and fp8.block) or 1,
     )
     if device.type == "cuda" and comm.world_size > 1 and comm.one_host:
         comm.use_symmetric_memory(dtype, device)
     attention = make_backend(config.engine.attention, device)
-    fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
     source = open_source(folder, model, options.load_format, device)
     if model.tie_embeddings and has_own_head(source, model, partition.vocab):
         model = dataclasses.replace(model, tie_embeddings=False)

@@ -192,6 +192,7 @@ class Shard:
             intermediate_size=self.model.intermediate_size,
             vocab_size=self.model.vocab_size,
             num_experts=self.model.moe.num_experts if self.model.moe else 0,
+            ffn_unit=(fp8 and fp8.block) or 1,
         )
         source = open_source(folder, model, "auto")
         if model.tie_embeddings and has_own_head(source, model, self.partition.vocab):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import families
+from support.thread_ranks import on_ranks
 
-from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.errors import UnsupportedModelError, WeightsError
 from spmd_serve.kernels.fp8 import FP8, Fp8Format, Fp8Weight, fp8_linear
 from spmd_serve.kernels.linear import Norm
@@ -203,5 +204,7 @@ def test_logits_of_a_block_scaled_checkpoint(tmp_path: Path, kept: bool) -> None
         plain[name] = plain[name].float() * scales[:out_features, :in_features]
     families.write_reference(tmp_path, plain)
     assert load_model_config(tmp_path).quantization is not None
-    found = families.largest_difference(tmp_path, Communicator(), Fp8Format(8) if kept else None)
-    assert max(found.values()) < 1e-4, found
+    for ranks in (1, 2, 3):
+        work = partial(families.largest_difference, tmp_path, fp8=Fp8Format(8) if kept else None)
+        found = on_ranks(ranks, work)
+        assert max(max(of_rank.values()) for of_rank in found) < 1e-4, (ranks, found)
