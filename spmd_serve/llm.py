@@ -18,6 +18,7 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from tokenizers import Tokenizer
 
@@ -29,6 +30,7 @@ from spmd_serve.distributed.channel import make_channel
 from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.errors import RequestError
 from spmd_serve.step_loop import GivenLink, StepLoop
+from spmd_serve.tokenizer_files import read_tokenizer
 from spmd_serve.types import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 
 
@@ -115,9 +117,9 @@ class LLM:
             raise
         self._config = self._assembly.plan.config
         self._tokenizer: Tokenizer | None = None
-        tokenizer_file = self._assembly.plan.folder / "tokenizer.json"
-        if tokenizer_file.exists():  # a config alone serves random weights and token ids
-            self._tokenizer = Tokenizer.from_file(str(tokenizer_file))
+        folder = Path(self._config.model.tokenizer or self._assembly.plan.folder)
+        if (folder / "tokenizer.json").exists():  # a config alone serves random weights and token ids
+            self._tokenizer = read_tokenizer(folder)
         self._next_uid = 0
         self._link = _OfflineLink()
         self._loop = StepLoop(

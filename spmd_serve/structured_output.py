@@ -148,11 +148,12 @@ def _begin_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ..
 
     def make() -> None:
         try:
-            text = read_tokenizer(folder).to_str()
+            tokenizer = read_tokenizer(folder)
+            size = max(vocab_size, tokenizer.get_vocab_size())  # a tokenizer may have tokens that the model has not
             eos = list(eos_token_ids) or None
-            own = llguidance.LLTokenizer(text, n_vocab=vocab_size, eos_token=eos)
+            own = llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=eos)
             plain = llguidance.TokenizerWrapper(PlainText(own))
-            future.set_result(llguidance.LLTokenizer(plain, n_vocab=vocab_size, eos_token=own.eos_tokens))
+            future.set_result(llguidance.LLTokenizer(plain, n_vocab=size, eos_token=own.eos_tokens))
         except ModelError as error:
             future.set_exception(error)
         except Exception as error:

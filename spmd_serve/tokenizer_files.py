@@ -29,7 +29,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_tokenizer(folder: Path) -> Tokenizer:
-    """tokenizer.json, with the tokens that only tokenizer_config.json knows, as transformers adds them.
+    """tokenizer.json, with the tokens that only tokenizer_config.json knows or calls special, as transformers adds them.
 
     It neither truncates nor pads.
 
@@ -38,7 +38,10 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     """
     path = folder / "tokenizer.json"
     if not path.is_file():
-        raise ModelError(f"{folder} has no tokenizer.json; give a folder that has one with --tokenizer")
+        raise ModelError(
+            f"{folder} has no tokenizer.json, the only kind of tokenizer that is read; give a folder that has one with --tokenizer "
+            "(transformers' AutoTokenizer.from_pretrained(...).save_pretrained(...) makes one of tokenizer.model and others)"
+        )
     try:
         tokenizer: Tokenizer = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises bare Exception
@@ -47,7 +50,11 @@ def read_tokenizer(folder: Path) -> Tokenizer:
     tokenizer.no_padding()
     known = tokenizer.get_added_tokens_decoder()
     entries = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
-    missing = [(int(i), entry) for i, entry in entries.items() if int(i) not in known]
+    missing = [
+        (int(i), entry)
+        for i, entry in entries.items()
+        if int(i) not in known or (entry.get("special") and not known[int(i)].special)
+    ]
     for _, entry in sorted(missing, key=lambda pair: pair[0]):
         flags = {k: entry[k] for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
         token = AddedToken(entry["content"], **flags)

@@ -1,6 +1,6 @@
 """Who owns which heads, columns, vocabulary rows and experts: a pure function of the model's sizes and the world size.
 
-No size has to be divisible by anything. All ranges are contiguous and count in units of the whole model. A rank may own
+No size has to be divisible by anything. All ranges are contiguous and count in the whole model's numbers. A rank may own
 nothing of a part (an empty range) and still joins every collective.
 """
 
@@ -47,8 +47,12 @@ def make_partition(
     intermediate_size: int,
     vocab_size: int,
     num_experts: int = 0,
+    ffn_unit: int = 1,
 ) -> Partition:
     """The share of `rank` among `world_size` ranks.
+
+    Args:
+        ffn_unit: FFN columns that stay together; the last ones may be fewer.
 
     Raises:
         ModelError: the query heads cannot be grouped over the KV heads.
@@ -57,12 +61,13 @@ def make_partition(
     if num_kv_heads < 1 or num_q_heads % num_kv_heads != 0:
         raise ModelError(f"{num_q_heads} query heads do not form equal groups over {num_kv_heads} KV heads")
     q_heads, kv_heads = _deal_heads(rank, world_size, num_q_heads // num_kv_heads, num_kv_heads)
+    units = split_evenly(-(-intermediate_size // ffn_unit), world_size)[rank]
     return Partition(
         rank=rank,
         world_size=world_size,
         q_heads=q_heads,
         kv_heads=kv_heads,
-        ffn=split_evenly(intermediate_size, world_size)[rank],
+        ffn=range(min(units.start * ffn_unit, intermediate_size), min(units.stop * ffn_unit, intermediate_size)),
         vocab=split_evenly(vocab_size, world_size)[rank],
         experts=split_evenly(num_experts, world_size)[rank],
     )

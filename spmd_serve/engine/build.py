@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -17,13 +16,13 @@ from spmd_serve.engine.grammar import Grammars
 from spmd_serve.engine.kv_cache import KVCache
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
 from spmd_serve.errors import ConfigError
-from spmd_serve.kernels.fp8 import FP8
+from spmd_serve.kernels.fp8 import FP8, Fp8Format
 from spmd_serve.kernels.packed import activation_dtype, is_fast
 from spmd_serve.models.blocks import DecoderContext
 from spmd_serve.models.decoder import Decoder
 from spmd_serve.models.fp8 import fp8_format
 from spmd_serve.models.model_config import ModelConfig
-from spmd_serve.models.weights import LoadReport, load_weights, open_source
+from spmd_serve.models.weights import LoadReport, has_own_head, is_unused, load_weights, open_source
 
 logger = logging.getLogger(__name__)
 
@@ -127,8 +126,8 @@ def _can_capture(model: ModelConfig, dtype: str, device: torch.device) -> bool:
     return model.moe is None or (dtype == "bfloat16" and torch.cuda.get_device_capability(device)[0] in (9, 10))
 
 
-def partition_of(model: ModelConfig, comm: Communicator) -> Partition:
-    """What this rank owns of the model."""
+def partition_of(model: ModelConfig, comm: Communicator, fp8: Fp8Format | None = None) -> Partition:
+    """What this rank owns of the model. fp8: of the weights."""
     return make_partition(
         rank=comm.rank,
         world_size=comm.world_size,
@@ -137,6 +136,8 @@ def partition_of(model: ModelConfig, comm: Communicator) -> Partition:
         intermediate_size=model.intermediate_size,
         vocab_size=model.vocab_size,
         num_experts=model.moe.num_experts if model.moe else 0,
+        # Columns of a block have one scale: those of a block that is cut would have to be quantised again.
+        ffn_unit=(fp8 and fp8.block) or 1,
     )
 
 
@@ -151,16 +152,18 @@ def build_decoder(
     options = config.model
     assert options.max_model_len, "config is resolved"
     dtype = pick_dtype(options.dtype, model, device)
-    partition = partition_of(model, comm)
+    fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
+    partition = partition_of(model, comm, fp8)
     if device.type == "cuda" and comm.world_size > 1 and comm.one_host:
         comm.use_symmetric_memory(dtype, device)
     attention = make_backend(config.engine.attention, device)
-    fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
+    source = open_source(folder, model, options.load_format, device)
+    if model.tie_embeddings and has_own_head(source, model, partition.vocab):
+        model = dataclasses.replace(model, tie_embeddings=False)
     context = DecoderContext(model, partition, comm, attention, dtype, device, fp8)
     with torch.inference_mode():
         decoder = Decoder(context, options.max_model_len)
-        source = open_source(folder, model, options.load_format, device)
-        report = load_weights(decoder.pieces(), source, progress=comm.rank == 0, ignore=_is_unused(model))
+        report = load_weights(decoder.pieces(), source, progress=comm.rank == 0, ignore=is_unused(model))
         decoder.pack()
     logger.info("weights loaded: %s", report)
     return decoder, context, report
@@ -220,14 +223,3 @@ def _free_gpu_memory(config: Config, runner: ModelRunner) -> int:
     torch.cuda.empty_cache()
     free, total = torch.cuda.mem_get_info()
     return max(int(free - (1 - config.cache.gpu_memory_utilization) * total) - activations, 0)
-
-
-def _is_unused(model: ModelConfig) -> Callable[[str], bool]:
-    """Checkpoint names that may be left over: buffers that are computed, and the LM head of a tied model."""
-
-    def ignore(name: str) -> bool:
-        return name.endswith(("rotary_emb.inv_freq", "masked_bias")) or (
-            model.tie_embeddings and name == "lm_head.weight"
-        )
-
-    return ignore

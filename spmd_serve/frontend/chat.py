@@ -57,13 +57,17 @@ def _environment() -> ImmutableSandboxedEnvironment:
 
 
 def find_template(folder: Path, file: str | None) -> str | None:
-    """The template's source: `file`, else the folder's chat_template.jinja, else the one in tokenizer_config.json."""
+    """The template's source: `file`, else the folder's chat_template.jinja, else the one in tokenizer_config.json.
+
+    Multimodal models may have it in chat_template.json alone.
+    """
     path = Path(file) if file is not None else folder / "chat_template.jinja"
     if path.is_file():
         return path.read_text()
     if file is not None:
         raise ModelError(f"--chat-template {file} is not a file")
-    value = read_json(folder / "tokenizer_config.json").get("chat_template")
+    found = (read_json(folder / name).get("chat_template") for name in ("tokenizer_config.json", "chat_template.json"))
+    value = next((template for template in found if template), None)
     if isinstance(value, list):  # several named templates
         value = {entry["name"]: entry["template"] for entry in value}.get("default")
     return value if isinstance(value, str) else None
@@ -77,7 +81,8 @@ class ChatTemplate:
     """
 
     def __init__(self, source: str | None, tokenizer: TextTokenizer) -> None:
-        self._variables: dict[str, Any] = dict(tokenizer.special_tokens)
+        # Some templates ask `tools is not none`, which is true of what is not there at all.
+        self._variables: dict[str, Any] = {"tools": None, "documents": None} | tokenizer.special_tokens
         try:
             self._template = None if source is None else _environment().from_string(source)
         except jinja2.TemplateError as error:

@@ -226,6 +226,7 @@ class Planner:
             ids = array("i", prompt)
         else:
             ids = prompt
+        self._check_ids(field, ids)  # a tokenizer may have tokens that the model has no embedding for
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", param=field)
         room = min(self._info.max_model_len, self._info.max_request_tokens) - len(ids)
@@ -262,7 +263,7 @@ class Planner:
             code="context_length",
         )
 
-    def _check_ids(self, field: str, ids: list[int]) -> None:
+    def _check_ids(self, field: str, ids: Sequence[int]) -> None:
         if ids and not 0 <= min(ids) <= max(ids) < self._info.vocab_size:
             bad = min(ids) if min(ids) < 0 else max(ids)
             raise RequestError(

@@ -32,6 +32,15 @@ def rope_table(rope: RopeConfig, head_dim: int, max_len: int, device: torch.devi
     return torch.stack((angles.cos(), angles.sin()), dim=1).mul_(scaling).to(device=device, dtype=torch.float32)
 
 
+def check_rope(rope: RopeConfig, head_dim: int) -> None:
+    """Whether the scaling has all numbers that it needs.
+
+    Raises:
+        LookupError, TypeError, ValueError: it has not.
+    """
+    _frequencies(rope, rope.rotary_dim or head_dim, 1)
+
+
 def _frequencies(rope: RopeConfig, dim: int, max_len: int) -> tuple[Tensor, float]:
     """Inverse frequencies [dim / 2] and the factor on cos and sin."""
     p = rope.params
@@ -48,7 +57,7 @@ def _frequencies(rope: RopeConfig, dim: int, max_len: int) -> tuple[Tensor, floa
         theta = rope.theta * ((p["factor"] * max_len / base_len) - (p["factor"] - 1)) ** (dim / (dim - 2))
         return 1.0 / theta**exponents, 1.0
     if rope.kind == "llama3":
-        return _llama3(plain, p), 1.0
+        return _llama3(rope, plain), 1.0
     if rope.kind == "yarn":
         return _yarn(rope, plain, dim)
     if rope.kind == "longrope":
@@ -56,9 +65,10 @@ def _frequencies(rope: RopeConfig, dim: int, max_len: int) -> tuple[Tensor, floa
     raise ValueError(f"rope_type '{rope.kind}' is not supported")
 
 
-def _llama3(plain: Tensor, p: dict[str, Any]) -> Tensor:
+def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:
+    p, old_len = rope.params, rope.original_max_position
+    assert old_len is not None, "llama3 needs original_max_position_embeddings"
     factor, low, high = p["factor"], p["low_freq_factor"], p["high_freq_factor"]
-    old_len = p["original_max_position_embeddings"]
     wavelength = 2 * math.pi / plain
     smooth = (old_len / wavelength - low) / (high - low)
     mixed = (1 - smooth) * plain / factor + smooth * plain
@@ -70,7 +80,7 @@ def _llama3(plain: Tensor, p: dict[str, Any]) -> Tensor:
 def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> tuple[Tensor, float]:
     p = rope.params
     factor = float(p["factor"])
-    old_len = p.get("original_max_position_embeddings") or rope.original_max_position
+    old_len = rope.original_max_position
     assert old_len is not None, "yarn needs original_max_position_embeddings"
 
     def correction(rotations: float) -> float:
@@ -84,7 +94,7 @@ def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> tuple[Tensor, float]:
     if p.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, dim - 1)
-    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / max(high - low, 0.001)).clamp(0, 1)
+    ramp = ((torch.arange(dim // 2, dtype=torch.float32) - low) / ((high - low) or 0.001)).clamp(0, 1)
     keep = 1 - ramp
     attention_factor = p.get("attention_factor")
     if attention_factor is None:
@@ -97,7 +107,10 @@ def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> tuple[Tensor, float]:
 
 def _longrope(rope: RopeConfig, plain: Tensor, max_len: int) -> tuple[Tensor, float]:
     p = rope.params
-    old_len = p.get("original_max_position_embeddings") or rope.original_max_position or max_len
+    old_len = rope.original_max_position or max_len
+    for name in ("long_factor", "short_factor"):
+        if len(p[name]) != len(plain):
+            raise ValueError(f"{name} has {len(p[name])} numbers where the heads need {len(plain)}")
     long = max_len > old_len
     ext = torch.tensor(p["long_factor"] if long else p["short_factor"], dtype=torch.float32)
     factor = p.get("factor") or max_len / old_len

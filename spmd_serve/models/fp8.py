@@ -19,7 +19,18 @@ from spmd_serve.models.model_config import ModelConfig
 from spmd_serve.models.sources import Index, TensorSource
 
 _SCALES = ("_scale", "_scale_inv")  # appended to the weight's name
-_NOT_USED = (".input_scale", ".k_scale", ".v_scale", ".q_scale", ".output_scale")  # activations are scaled as they come
+# Activations are scaled as they come.
+_OF_ACTIVATIONS = (
+    "input_scale",
+    "input_scale_ub",
+    "activation_scale",
+    "output_scale",
+    "q_scale",
+    "k_scale",
+    "v_scale",
+    "kv_scale",
+)
+_NOT_USED = tuple(f".{name}" for name in _OF_ACTIVATIONS)
 
 
 @dataclass(frozen=True)
@@ -38,18 +49,25 @@ def fp8_checkpoint(quantization: Mapping[str, Any] | None) -> Fp8Checkpoint | No
     if quantization is None:
         return None
     method = quantization.get("quant_method")
-    if method in ("fp8", "fbgemm_fp8"):
-        block = quantization.get("weight_block_size")
-        return Fp8Checkpoint(None if block is None else (int(block[0]), int(block[1])))
+    if method in ("fp8", "fbgemm_fp8") or (method == "modelopt" and quantization.get("quant_algo") == "FP8"):
+        return Fp8Checkpoint(_block(quantization.get("weight_block_size")))
     if method == "compressed-tensors" and quantization.get("format") in ("float-quantized", "naive-quantized"):
         weights = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
         if weights and all(w.get("type") == "float" and w.get("num_bits") == 8 for w in weights):
-            block = weights[0].get("block_structure")
-            return Fp8Checkpoint(None if block is None else (int(block[0]), int(block[1])))
+            return Fp8Checkpoint(_block(weights[0].get("block_structure")))
+    details = [str(quantization[key]) for key in ("format", "quant_algo", "bits") if quantization.get(key)]
     raise UnsupportedModelError(
-        f"the checkpoint is quantised by {method} ({quantization.get('format') or quantization.get('bits') or ''}); supported "
-        "are fp8 and compressed-tensors float-quantized with 8 bits"
+        f"the checkpoint is quantised by {' '.join([str(method), *details])}; supported are fp8, compressed-tensors "
+        "float-quantized with 8 bits, and modelopt's FP8"
     )
+
+
+def _block(given: Any) -> tuple[int, int] | None:
+    """[128, 128], or "128x128"."""
+    if not given:
+        return None
+    rows, columns = given.split("x") if isinstance(given, str) else given
+    return int(rows), int(columns)
 
 
 def fp8_format(model: ModelConfig, *, requested: bool, gpu: bool) -> Fp8Format | None:

@@ -33,7 +33,7 @@ from spmd_serve.models.progress import byte_progress
 logger = logging.getLogger(__name__)
 
 _SIZES = "sizes.json"  # of the other files in a converted copy
-CONVERSION_VERSION = 1  # raise it whenever a conversion would come out differently
+CONVERSION_VERSION = 2  # raise it whenever a conversion would come out differently
 _SHARD_BYTES = 4 * 2**30
 # Quantised weights are exact in float32 alone. A model above this size is computed in 16 bits anyway, and its copy
 # would fill the disk.
@@ -78,7 +78,8 @@ def convert_gguf(path: Path, *, progress: bool) -> Path:
         ModelError: damaged or unsupported file, or a cache folder that cannot be written.
     """
     root = cache_root() / "gguf"
-    stem = f"{path.stem}-{_digest(str(path.resolve()))}"
+    # Copies of other versions of this package stay: one may be serving from the same cache.
+    stem = f"{path.stem}-{_digest(str(path.resolve()))}-v{CONVERSION_VERSION}"
     folder = root / f"{stem}-{_content_key(path)}"
     if _is_whole(folder):
         return folder
@@ -125,7 +126,7 @@ def cache_root() -> Path:
 
 def _content_key(path: Path) -> str:
     stats = [part.stat() for part in split_parts(path)]
-    return _digest(repr((CONVERSION_VERSION, [(s.st_size, s.st_mtime_ns) for s in stats])))
+    return _digest(repr([(s.st_size, s.st_mtime_ns) for s in stats]))
 
 
 def _digest(text: str) -> str:

@@ -29,8 +29,9 @@ def write_configs(file: GgufFile, folder: Path) -> None:
 def _config(file: GgufFile) -> dict[str, Any]:
     heads = file.require("attention.head_count")
     kv_heads = file.get("attention.head_count_kv", heads)
-    if isinstance(heads, list) or isinstance(kv_heads, list):
-        raise UnsupportedModelError("the GGUF file has layers with different numbers of heads, which is not supported")
+    ffn = file.require("feed_forward_length")
+    if any(isinstance(size, list) for size in (heads, kv_heads, ffn)):
+        raise UnsupportedModelError("the GGUF file has layers of different sizes, which is not supported")
     hidden = file.require("embedding_length")
     if "token_embd.weight" not in file.tensors:
         raise UnsupportedModelError("the GGUF file has no token embeddings (a vocabulary or adapter alone?)")
@@ -39,7 +40,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "model_type": file.architecture.model_type,
         "vocab_size": int(file.tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden,
-        "intermediate_size": file.require("feed_forward_length"),
+        "intermediate_size": ffn,
         "num_hidden_layers": file.require("block_count"),
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
@@ -49,6 +50,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "rope_theta": file.get("rope.freq_base", 10000.0),
         "tie_word_embeddings": "output.weight" not in file.tensors,
         "attention_bias": "blk.0.attn_output.bias" in file.tensors,
+        "mlp_bias": "blk.0.ffn_down.bias" in file.tensors,
         "dtype": "bfloat16",
     }
     scaling = _rope_scaling(file, config)
@@ -79,20 +81,24 @@ def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
             "attention_factor": file.get("rope.scaling.attn_factor", 1.0),
             "original_max_position_embeddings": original,
         }
-    kind = file.get("rope.scaling.type", "none")
+    old_factor = file.get("rope.scale_linear", 1.0)  # how the first files said it
+    kind = file.get("rope.scaling.type", "none" if old_factor == 1.0 else "linear")
     if kind == "none":
         return {}
     if kind not in ("linear", "yarn"):
         raise UnsupportedModelError(f"the GGUF file scales its rotary embedding by '{kind}', which is not supported")
     # GGUF states the context after scaling, config.json the one before it.
     config["max_position_embeddings"] = original
-    scaling = {"rope_type": kind, "factor": file.get("rope.scaling.factor", 1.0)}
-    return scaling | ({"original_max_position_embeddings": original} if kind == "yarn" else {})
+    scaling = {"rope_type": kind, "factor": file.get("rope.scaling.factor", old_factor)}
+    if kind == "yarn":
+        scaling["original_max_position_embeddings"] = original
+        scaling |= {f"beta_{end}": file.get(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow")}
+    return scaling
 
 
 def _mixtral(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     if not file.get("expert_count"):
-        return {"mlp_bias": False}
+        return {}
     return {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -124,8 +130,19 @@ def _gemma(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
         "final_logit_softcapping": file.get("final_logit_softcapping"),
     }
     if file.name == "gemma3":
-        common |= {"sliding_window_pattern": 6, "rope_local_base_freq": file.get("rope.freq_base_swa", 10000.0)}
+        pattern = file.get("attention.sliding_window_pattern", 6)
+        if isinstance(pattern, list):
+            common["layer_types"] = ["sliding_attention" if windowed else "full_attention" for windowed in pattern]
+        else:
+            common["sliding_window_pattern"] = pattern
+        common["rope_local_base_freq"] = file.get("rope.freq_base_swa", 10000.0)
     return common
+
+
+def _olmo2(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
+    if file.get("attention.sliding_window"):
+        raise UnsupportedModelError("the GGUF file is an OLMo 3 (OLMo 2 with sliding windows), which is not supported")
+    return {}
 
 
 def _phi3(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
@@ -149,6 +166,7 @@ _SPECIFIC: dict[str, Callable[[GgufFile, dict[str, Any]], dict[str, Any]]] = {
     "gemma3": _gemma,
     "phi3": _phi3,
     "smollm3": _smollm3,
+    "olmo2": _olmo2,
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from gguf import GGMLQuantizationType, GGUFReader
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader
 from gguf.quants import dequantize
 from torch import Tensor
 
@@ -37,6 +37,7 @@ ARCHITECTURES = {
     "qwen2": Architecture("Qwen2ForCausalLM", "qwen2"),
     "qwen3": Architecture("Qwen3ForCausalLM", "qwen3"),
     "qwen3moe": Architecture("Qwen3MoeForCausalLM", "qwen3_moe"),
+    "gemma": Architecture("GemmaForCausalLM", "gemma", norms_plus_one=True),
     "gemma2": Architecture("Gemma2ForCausalLM", "gemma2", norms_plus_one=True),
     "gemma3": Architecture("Gemma3ForCausalLM", "gemma3_text", norms_plus_one=True),
     "phi3": Architecture("Phi3ForCausalLM", "phi3"),
@@ -57,7 +58,7 @@ class GgufFile:
 
     Raises:
         WeightsError: the file is damaged or no GGUF.
-        UnsupportedModelError: an architecture that is not known.
+        UnsupportedModelError: an architecture, or a type of tensors, that is not known.
     """
 
     def __init__(self, path: Path) -> None:
@@ -80,13 +81,18 @@ class GgufFile:
         if name not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UnsupportedModelError(f"{path} has the GGUF architecture '{name}'; supported are {known}")
+        types = {tensor.tensor_type for tensor in self.tensors.values()}
+        if unknown := sorted(kind.name for kind in types if not _is_read(kind)):
+            known = ", ".join(kind.name for kind in GGMLQuantizationType if _is_read(kind))
+            raise UnsupportedModelError(f"{path} has tensors of the type {', '.join(unknown)}; supported are {known}")
         self.name = name
         self.architecture = ARCHITECTURES[name]
         self.parameters = sum(int(np.prod(t.shape)) for t in self.tensors.values())
 
     def get(self, key: str, default: Any = None) -> Any:
-        """A value of this architecture, such as 'block_count'."""
-        return self.meta.get(f"{self.name}.{key}", default)
+        """A value of this architecture, such as 'block_count'; one for all layers where the file lists equal ones."""
+        value = self.meta.get(f"{self.name}.{key}", default)
+        return value[0] if isinstance(value, list) and value and value.count(value[0]) == len(value) else value
 
     def require(self, key: str) -> Any:
         """A value of this architecture that every file has."""
@@ -99,14 +105,20 @@ class GgufFile:
         tensor = self.tensors[name]
         shape = tuple(int(n) for n in reversed(tensor.shape))
         kind = tensor.tensor_type
-        try:
-            if kind == GGMLQuantizationType.BF16:
-                raw = tensor.data.copy().view(np.int16)
-                return torch.from_numpy(raw).view(torch.bfloat16).reshape(shape)
-            values = tensor.data if kind == GGMLQuantizationType.F16 else dequantize(tensor.data, kind)
-        except NotImplementedError as error:
-            raise UnsupportedModelError(f"tensor {name} has the GGUF type {kind.name}, which is not read") from error
+        if kind == GGMLQuantizationType.BF16:
+            raw = tensor.data.copy().view(np.int16)
+            return torch.from_numpy(raw).view(torch.bfloat16).reshape(shape)
+        values = tensor.data if kind == GGMLQuantizationType.F16 else dequantize(tensor.data, kind)
         return torch.from_numpy(values if values.flags.writeable else values.copy()).reshape(shape)
+
+
+def _is_read(kind: GGMLQuantizationType) -> bool:
+    """Whether the library can dequantise this type."""
+    try:
+        dequantize(np.zeros((1, GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
+    except NotImplementedError:
+        return False
+    return True
 
 
 def split_parts(path: Path) -> list[Path]:

@@ -15,7 +15,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
-from spmd_serve.errors import UnsupportedModelError
+from spmd_serve.errors import UnsupportedModelError, WeightsError
+from spmd_serve.models.gguf_file import one_line
 
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 _SPACE = "\u2581"
@@ -30,6 +31,12 @@ _TEKKEN = (
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
     r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+_CONTRACTION = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+_UPPER, _LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+_GPT4O = (
+    rf"[^\r\n\p{{L}}\p{{N}}]?{_UPPER}*{_LOWER}+{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?{_UPPER}+{_LOWER}*{_CONTRACTION}"
+    r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 # tokenizer.ggml.pre -> regular expressions, applied one after the other.
 _SPLITS: dict[str, tuple[str, ...]] = {
     "default": (_GPT2,),
@@ -39,15 +46,19 @@ _SPLITS: dict[str, tuple[str, ...]] = {
     "starcoder": (r"\p{N}", _GPT2),
     "refact": (r"\p{N}", _GPT2),
     "llama-bpe": (_LLAMA3,),
+    "llama3": (_LLAMA3,),
+    "llama-v3": (_LLAMA3,),
+    "falcon3": (_LLAMA3,),
     "dbrx": (_LLAMA3,),
     "smaug-bpe": (_LLAMA3,),
     "qwen2": (_LLAMA3.replace("{1,3}", ""),),
     "deepseek-r1-qwen": (_LLAMA3.replace("{1,3}", ""),),
     "tekken": (_TEKKEN,),
+    "gpt-4o": (_GPT4O,),
 }
 _SPECIAL = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
-_ADDS_BOS = {"llama-bpe", "tekken"}  # where the file does not say
-_WHOLE_WORDS_FIRST = {"llama-bpe", "tekken"}  # a word that is a token needs no merges
+_ADDS_BOS = {"llama-bpe", "llama3", "llama-v3", "falcon3", "tekken"}  # where the file does not say
+_WHOLE_WORDS_FIRST = _ADDS_BOS  # a word that is a token needs no merges
 
 
 def write_tokenizer(architecture: str, meta: Mapping[str, Any], folder: Path) -> None:
@@ -72,9 +83,15 @@ def write_tokenizer(architecture: str, meta: Mapping[str, Any], folder: Path) ->
         (folder / "chat_template.jinja").write_text(template)
 
 
-def token_string(meta: Mapping[str, Any], kind: str) -> str | None:
-    """The text of the bos, eos, unknown or padding token, if the file names it."""
+def token_id(meta: Mapping[str, Any], kind: str) -> int | None:
+    """The id of the bos, eos, unknown or padding token, if the file names one that there is."""
     index = meta.get(f"tokenizer.ggml.{kind}_token_id")
+    return index if index is not None and 0 <= index < len(meta["tokenizer.ggml.tokens"]) else None
+
+
+def token_string(meta: Mapping[str, Any], kind: str) -> str | None:
+    """Its text."""
+    index = token_id(meta, kind)
     return None if index is None else str(meta["tokenizer.ggml.tokens"][index])
 
 
@@ -83,23 +100,31 @@ def build_tokenizer(architecture: str, meta: Mapping[str, Any]) -> Tokenizer:
 
     Raises:
         UnsupportedModelError: a kind of vocabulary that is not known.
+        WeightsError: the vocabulary is incomplete or damaged.
     """
     kind = meta.get("tokenizer.ggml.model")
-    if kind == "gpt2":
-        tokenizer = _byte_level(meta)
-    elif kind == "llama":
-        tokenizer = _sentencepiece(meta, gemma=architecture.startswith("gemma"))
-    else:
+    if kind not in ("gpt2", "llama"):
         raise UnsupportedModelError(f"the GGUF file has a '{kind}' vocabulary; supported are gpt2 and llama")
-    _add_special_tokens(tokenizer, meta)
-    _add_bos_and_eos(tokenizer, meta)
+    try:
+        if kind == "gpt2":
+            tokenizer = _byte_level(meta)
+        else:
+            tokenizer = _sentencepiece(meta, gemma=architecture.startswith("gemma"))
+        _add_special_tokens(tokenizer, meta)
+        _add_bos_and_eos(tokenizer, meta)
+    except UnsupportedModelError:
+        raise
+    except KeyError as error:
+        raise WeightsError(f"the GGUF file lacks {error}; fetch it again") from error
+    except Exception as error:  # tokenizers raises bare Exception
+        raise WeightsError(f"the GGUF file's vocabulary is damaged ({one_line(error)}); fetch it again") from error
     return tokenizer
 
 
 def adds_bos(meta: Mapping[str, Any]) -> bool:
     """Whether encoding plain text starts with BOS."""
     default = meta.get("tokenizer.ggml.model") == "llama" or meta.get("tokenizer.ggml.pre") in _ADDS_BOS
-    return bool(meta.get("tokenizer.ggml.add_bos_token", default)) and "tokenizer.ggml.bos_token_id" in meta
+    return bool(meta.get("tokenizer.ggml.add_bos_token", default)) and token_id(meta, "bos") is not None
 
 
 def _byte_level(meta: Mapping[str, Any]) -> Tokenizer:
@@ -132,7 +157,7 @@ def _sentencepiece(meta: Mapping[str, Any], *, gemma: bool) -> Tokenizer:
     else:
         priority = list(meta["tokenizer.ggml.scores"])
     vocab = {token: i for i, token in enumerate(tokens)}
-    unknown = meta.get("tokenizer.ggml.unknown_token_id", 0)
+    unknown = token_id(meta, "unknown") or 0
     model = BPE(
         vocab=vocab,
         merges=_merges_from_vocabulary(tokens, vocab, priority),
@@ -180,11 +205,10 @@ def _add_special_tokens(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
 def _add_bos_and_eos(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
     tokens = meta["tokenizer.ggml.tokens"]
     before, after, special = [], [], []
-    if adds_bos(meta):
-        bos = meta["tokenizer.ggml.bos_token_id"]
+    bos, eos = token_id(meta, "bos"), token_id(meta, "eos")
+    if adds_bos(meta) and bos is not None:
         before, special = [tokens[bos]], [(tokens[bos], bos)]
-    if meta.get("tokenizer.ggml.add_eos_token", False) and "tokenizer.ggml.eos_token_id" in meta:
-        eos = meta["tokenizer.ggml.eos_token_id"]
+    if meta.get("tokenizer.ggml.add_eos_token", False) and eos is not None:
         after = [tokens[eos]]
         special.append((tokens[eos], eos))
     if special:

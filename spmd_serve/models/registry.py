@@ -13,9 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from spmd_serve.errors import ModelError, UnsupportedModelError
-from spmd_serve.layers.rotary import RopeConfig
+from spmd_serve.layers.rotary import RopeConfig, check_rope
+from spmd_serve.models.defaults import DEFAULTS
 from spmd_serve.models.fp8 import fp8_checkpoint
 from spmd_serve.models.model_config import LayerSpec, ModelConfig, MoEConfig
+from spmd_serve.types import SamplingParams
 
 Raw = Mapping[str, Any]  # a parsed config.json (its text_config, if it has one)
 
@@ -28,8 +30,7 @@ def _all_windowed(raw: Raw, layer: int) -> int | None:
 
 
 def _windowed_from_max_window_layers(raw: Raw, layer: int) -> int | None:
-    use = raw.get("use_sliding_window", False) and layer >= raw.get("max_window_layers", 0)
-    return raw.get("sliding_window") if use else None
+    return raw["sliding_window"] if layer >= raw["max_window_layers"] else None
 
 
 def _windowed_by_pattern(default: int) -> Callable[[Raw, int], int | None]:
@@ -55,13 +56,22 @@ def _moe_mixtral(raw: Raw) -> MoEConfig:
 
 
 def _moe_qwen3(raw: Raw) -> MoEConfig:
-    experts = raw["num_experts"] if "num_experts" in raw else raw["num_local_experts"]
+    experts = raw.get("num_local_experts") or raw["num_experts"]
     normalize = raw.get("norm_topk_prob", False)
     return MoEConfig(experts, raw["num_experts_per_tok"], raw["moe_intermediate_size"], normalize)
 
 
 def _qwen3_moe_layer(raw: Raw, layer: int) -> bool:
-    return layer not in raw.get("mlp_only_layers", ()) and (layer + 1) % raw.get("decoder_sparse_step", 1) == 0
+    return layer not in (raw.get("mlp_only_layers") or ()) and (layer + 1) % raw.get("decoder_sparse_step", 1) == 0
+
+
+def _smollm3_rope_layer(raw: Raw, layer: int) -> bool:
+    listed = raw.get("no_rope_layers")  # despite its name, 1 is a layer that has positions
+    return bool(listed[layer]) if listed else (layer + 1) % raw.get("no_rope_layer_interval", 4) != 0
+
+
+def _windowed_without_rope(raw: Raw, layer: int) -> int | None:
+    return None if _smollm3_rope_layer(raw, layer) else raw.get("sliding_window")
 
 
 def _attention_bias(raw: Raw) -> bool:
@@ -76,7 +86,8 @@ _GEMMA = {
     "norm_offset": 1.0,
     "embed_scale": _sqrt_hidden,
     "activation": "gelu_tanh",
-    "tie_embeddings": lambda raw: raw.get("tie_word_embeddings", True),
+    "qkv_bias": _attention_bias,
+    "o_bias": _attention_bias,
 }
 _GEMMA_2 = _GEMMA | {
     "post_norms": True,
@@ -86,8 +97,8 @@ _GEMMA_2 = _GEMMA | {
 }
 
 # ---- the table ----------------------------------------------------------------------------------------------------
-# "window" and "moe_layer" are functions of (config.json, layer); everything else is a field of ModelConfig. A list of
-# layer_types or no_rope_layers in config.json is followed for every family.
+# "window", "moe_layer" and "rope_layer" are functions of (config.json, layer); everything else is a field of ModelConfig. A
+# list of layer_types in config.json is followed for every family. What config.json leaves out: defaults.py.
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"qkv_bias": _attention_bias, "o_bias": _attention_bias, "mlp_bias": _mlp_bias},
@@ -103,7 +114,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_norm": "head",
         "qkv_bias": _attention_bias,
         "o_bias": _attention_bias,
-        "window": _windowed_from_max_window_layers,
+        "window": _all_windowed,
         "moe": _moe_qwen3,
         "moe_layer": _qwen3_moe_layer,
     },
@@ -116,14 +127,21 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qkv_bias": _attention_bias,
         "o_bias": _attention_bias,
         "mlp_bias": _mlp_bias,
-        "tie_embeddings": lambda raw: raw.get("tie_word_embeddings", True),
+        "window": _windowed_without_rope,
+        "rope_layer": _smollm3_rope_layer,
     },
-    "Olmo2ForCausalLM": {"qk_norm": "full", "pre_norms": False, "post_norms": True},
+    "Olmo2ForCausalLM": {
+        "qk_norm": "full",
+        "qkv_bias": _attention_bias,
+        "o_bias": _attention_bias,
+        "pre_norms": False,
+        "post_norms": True,
+    },
 }
-# The text model inside a multimodal checkpoint.
+# Multimodal files: the text model inside, and the model_type of its part of config.json.
 ALIASES = {
-    "Gemma3ForConditionalGeneration": "Gemma3ForCausalLM",
-    "Mistral3ForConditionalGeneration": "MistralForCausalLM",
+    "Gemma3ForConditionalGeneration": ("Gemma3ForCausalLM", "gemma3_text"),
+    "Mistral3ForConditionalGeneration": ("MistralForCausalLM", "mistral"),
 }
 
 
@@ -131,12 +149,12 @@ ALIASES = {
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
-_REQUIRED = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
+_OF_LAYERS = ("window", "moe_layer", "rope_layer")
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Read config.json (and generation_config.json, if there is one) of the model in `folder`.
+    """Read config.json (and generation_config.json and tokenizer_config.json, if there are any) of the model in `folder`.
 
     Raises:
         UnsupportedModelError: an architecture or feature that is not known; the message lists those that are.
@@ -144,11 +162,12 @@ def load_model_config(folder: Path) -> ModelConfig:
     """
     whole = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json", optional=True)
+    tokenizer = _read_json(folder / "tokenizer_config.json", optional=True)
     architecture = _architecture(whole, folder)
-    raw = _text_config(whole)
+    raw = DEFAULTS.get(architecture, {}) | _text_config(whole)
     try:
-        return _model_config(architecture, raw, generation)
-    except (KeyError, TypeError, ValueError, ZeroDivisionError) as error:
+        return _model_config(architecture, raw, generation, tokenizer)
+    except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, ModelError):
             raise
         raise ModelError(
@@ -171,29 +190,28 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 def _architecture(whole: Raw, folder: Path) -> str:
-    named = whole.get("architectures") or ["(none)"]
-    architecture: str = ALIASES.get(named[0], named[0])
+    named = (whole.get("architectures") or ["(none)"])[0]
+    architecture, text_type = ALIASES.get(named, (named, None))
+    given = (whole.get("text_config") or {}).get("model_type", text_type)
+    if text_type and given != text_type:
+        raise UnsupportedModelError(
+            f"{folder} is a {named} with a text model of type {given}; supported is {text_type}"
+        )
     if architecture not in FAMILIES:
-        known = ", ".join(sorted(FAMILIES))
-        raise UnsupportedModelError(f"{folder} has the architecture {named[0]}; supported are {known}")
+        known = ", ".join(sorted([*FAMILIES, *ALIASES]))
+        raise UnsupportedModelError(f"{folder} has the architecture {named}; supported are {known}")
     return architecture
 
 
 def _text_config(whole: dict[str, Any]) -> dict[str, Any]:
-    """The text model's values. Multimodal files leave out what equals the default of transformers' class."""
-    text = whole.get("text_config", {})
-    raw: dict[str, Any] = whole | text
-    if all(key in raw for key in _REQUIRED) or "model_type" not in text:
-        return raw
-    from transformers import AutoConfig  # seconds to import, so only for a config that needs it
-
-    defaults: dict[str, Any] = AutoConfig.for_model(**text).to_dict()
-    return defaults | raw
+    """The text model's values; what the multimodal model says of its head and of special tokens comes first."""
+    outer = {key: whole[key] for key in ("tie_word_embeddings", "bos_token_id", "eos_token_id") if key in whole}
+    return whole | (whole.get("text_config") or {}) | outer
 
 
-def _model_config(architecture: str, raw: Raw, generation: Raw) -> ModelConfig:
+def _model_config(architecture: str, raw: Raw, generation: Raw, tokenizer: Raw) -> ModelConfig:
     family = {
-        key: value(raw) if callable(value) and key not in ("window", "moe_layer") else value
+        key: value(raw) if callable(value) and key not in _OF_LAYERS else value
         for key, value in FAMILIES[architecture].items()
     }
     heads = raw["num_attention_heads"]
@@ -203,7 +221,10 @@ def _model_config(architecture: str, raw: Raw, generation: Raw) -> ModelConfig:
     quantization = raw.get("quantization_config") or raw.get("compression_config")
     fp8_checkpoint(quantization)  # refuses what is not known
     ropes = _ropes(raw, head_dim)
-    layers = _layers(raw, ropes, family.pop("window", None), family.pop("moe_layer", None))
+    for rope in ropes.values():
+        check_rope(rope, head_dim)
+    layers = _layers(raw, ropes, *(family.pop(key, None) for key in _OF_LAYERS))
+    eos = _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")) + _eos_of_tokenizer(tokenizer)
     fields: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": raw["vocab_size"],
@@ -218,13 +239,32 @@ def _model_config(architecture: str, raw: Raw, generation: Raw) -> ModelConfig:
         "ropes": tuple(ropes.values()),
         "norm_eps": raw.get("rms_norm_eps", 1e-6),
         "tie_embeddings": raw.get("tie_word_embeddings", False),
-        "eos_token_ids": _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")),
+        # -1 is some files' way to say none.
+        "eos_token_ids": tuple(i for i in dict.fromkeys(eos) if 0 <= i < raw["vocab_size"]),
         "bos_token_id": next(iter(_token_ids(generation.get("bos_token_id"), raw.get("bos_token_id"))), None),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch."),
         "quantization": quantization,
-        "generation_defaults": {k: generation[k] for k in _SAMPLING_DEFAULTS if generation.get(k) is not None},
+        "generation_defaults": _generation_defaults(generation, raw["vocab_size"]),
     }
     return ModelConfig(**(fields | _activation(raw, family) | family))
+
+
+def _generation_defaults(generation: Raw, vocab_size: int) -> dict[str, float]:
+    """How the model is sampled where a request does not say."""
+    try:
+        given = {key: float(generation[key]) for key in _SAMPLING_DEFAULTS if generation.get(key) is not None}
+    except (TypeError, ValueError) as error:
+        given, problem = {}, str(error)
+    else:
+        if generation.get("do_sample") is False:
+            given["temperature"] = 0.0
+        if "top_k" in given:
+            given["top_k"] = max(0, int(given["top_k"]))  # -1 is off too
+        params: dict[str, Any] = {"max_tokens": 1, **given}
+        problem = SamplingParams(**params).problem(vocab_size)
+    if problem:
+        raise ModelError(f"the model's generation_config.json cannot be followed: {problem}; correct or delete it")
+    return given
 
 
 def _activation(raw: Raw, family: Raw) -> dict[str, str]:
@@ -244,6 +284,14 @@ def _token_ids(*candidates: Any) -> tuple[int, ...]:
     return ()
 
 
+def _eos_of_tokenizer(tokenizer: Raw) -> tuple[int, ...]:
+    """Chat models tuned from base models may have their end of turn nowhere else."""
+    eos = tokenizer.get("eos_token")
+    text = eos.get("content") if isinstance(eos, dict) else eos
+    added = tokenizer.get("added_tokens_decoder") or {}
+    return tuple(int(i) for i, token in added.items() if token.get("content") == text)
+
+
 # ---- layers and rotary embeddings ---------------------------------------------------------------------------------
 
 
@@ -252,10 +300,10 @@ def _layers(
     ropes: Mapping[str, RopeConfig],
     window: Callable[[Raw, int], int | None] | None,
     moe_layer: Callable[[Raw, int], bool] | None,
+    rope_layer: Callable[[Raw, int], bool] | None,
 ) -> tuple[LayerSpec, ...]:
     count = raw["num_hidden_layers"]
     types = raw.get("layer_types")
-    with_rope = raw.get("no_rope_layers")  # despite its name, 1 is a layer that has positions
     layers = []
     for i in range(count):
         if types is not None:
@@ -264,11 +312,13 @@ def _layers(
             size = raw.get("sliding_window") if types[i] == "sliding_attention" else None
         else:
             size = window(raw, i) if window else None
+        if not size or not raw.get("use_sliding_window", True):
+            size = None
         rope = list(ropes).index("sliding_attention") if size and "sliding_attention" in ropes else 0
         layers.append(
             LayerSpec(
                 window=size,
-                rope=None if with_rope and not with_rope[i] else rope,
+                rope=rope if rope_layer is None or rope_layer(raw, i) else None,
                 moe=moe_layer is not None and moe_layer(raw, i),
             )
         )
@@ -278,22 +328,24 @@ def _layers(
 def _ropes(raw: Raw, head_dim: int) -> dict[str, RopeConfig]:
     """Kind of layer -> its rotary embedding. Kinds without an entry of their own use the first one."""
     given = raw.get("rope_parameters") or {}
-    if "full_attention" in given:  # transformers 5: one for each kind of layer
-        return {kind: _rope(given[kind], raw, head_dim) for kind in ("full_attention", "sliding_attention")}
-    theta = {"rope_theta": raw.get("rope_theta", 10000.0)}
-    ropes = {"full_attention": _rope(theta | (raw.get("rope_scaling") or {}) | given, raw, head_dim)}
-    if "rope_local_base_freq" in raw:
-        ropes["sliding_attention"] = _rope({"rope_theta": raw["rope_local_base_freq"]}, raw, head_dim)
+    if "full_attention" not in given and "sliding_attention" not in given:  # else transformers 5's: one for each kind
+        given = {"full_attention": (raw.get("rope_scaling") or {}) | given}
+    theta, local = raw.get("rope_theta", 10000.0), raw.get("rope_local_base_freq")
+    ropes = {"full_attention": _rope({"rope_theta": theta} | (given.get("full_attention") or {}), raw, head_dim)}
+    if local or given.get("sliding_attention"):
+        sliding = {"rope_theta": local or theta} | (given.get("sliding_attention") or {})
+        ropes["sliding_attention"] = _rope(sliding, raw, head_dim)
     return ropes
 
 
 def _rope(params: dict[str, Any], raw: Raw, head_dim: int) -> RopeConfig:
     kind = params.get("rope_type") or params.get("type") or "default"
-    kind = {"su": "longrope"}.get(kind, kind)
+    if kind in ("su", "yarn") and "long_factor" in params:  # earlier names in Phi-3's files
+        kind = "longrope"
     if kind not in _ROPE_KINDS:
         raise UnsupportedModelError(f"rotary embedding of type {kind}; supported are {', '.join(_ROPE_KINDS)}")
-    original = params.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
-    if kind in ("yarn", "dynamic", "longrope"):
+    original = raw.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
+    if kind in ("yarn", "dynamic", "longrope", "llama3"):
         original = original or raw["max_position_embeddings"]
     if kind == "longrope":
         params = {"factor": raw["max_position_embeddings"] / original} | params

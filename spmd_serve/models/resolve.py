@@ -38,7 +38,7 @@ def resolve_model(options: ModelOptions, ranks: RankInfo) -> Path:
         return convert_gguf(_bundled_gguf(), progress=show)
     path = Path(name).expanduser()
     if path.is_dir():
-        return _check_folder(path, show)
+        return _check_folder(path, weights=options.load_format != "dummy", show=show)
     if path.is_file():
         if path.suffix != ".gguf":
             raise ModelError(f"--model {name} is a file but no .gguf; give the folder with config.json instead")
@@ -61,10 +61,13 @@ def _bundled_gguf() -> Path:
     return files[0]
 
 
-def _check_folder(folder: Path, show: bool) -> Path:
-    if (folder / "config.json").exists():
-        return folder
+def _check_folder(folder: Path, *, weights: bool, show: bool) -> Path:
     gguf = sorted(folder.glob("*.gguf"))
+    gguf_alone = bool(gguf) and weights and not any(folder.glob("*.safetensors"))
+    if (folder / "config.json").exists() and not gguf_alone:
+        return folder
+    if (folder / "adapter_config.json").exists():
+        raise ModelError(f"{folder} holds an adapter (LoRA), which is not served; merge it into its base model first")
     first_parts = [file for file in gguf if not re.search(r"-\d{5}-of-\d{5}$", file.stem) or "-00001-of-" in file.stem]
     if len(first_parts) == 1:
         return convert_gguf(first_parts[0], progress=show)
@@ -105,4 +108,8 @@ def _download(repo: str, *, weights: bool, show: bool) -> Path:
         ) from error
     except (HfHubHTTPError, OSError) as error:
         raise ModelError(f"{repo} cannot be downloaded ({one_line(error)})") from error
-    return _check_folder(Path(folder), show)
+    if not any((Path(folder) / name).exists() for name in ("config.json", "adapter_config.json")):
+        raise ModelError(
+            f"{repo} on the hub has no config.json; if it has .gguf files, download one and give its path as --model"
+        )
+    return _check_folder(Path(folder), weights=weights, show=show)

@@ -91,6 +91,8 @@ class ScriptedLayers:
 def script_layers(ctx: DecoderContext, layers: Sequence[DecoderLayer]) -> ScriptedLayers | None:
     """The layers, with their weights packed, as ScriptedLayers; None where those cannot stand for them."""
     model, attention = ctx.model, ctx.attention
+    if not ctx.partition.q_heads:  # a rank beyond the last head has no attention to compute
+        return None
     only_adds = model.qk_norm != "full" and model.pre_norms and not model.post_norms
     if not only_adds or ctx.activations != torch.float32 or not isinstance(attention, TorchAttention):
         return None

@@ -76,6 +76,11 @@ class SafetensorsSource:
     def shape(self, name: str) -> tuple[int, ...]:
         return self._shapes[name]
 
+    def stand_in(self, other: str, name: str) -> None:
+        """Show the tensor `other` as `name` too, if there is no `name`."""
+        if other in self._where and name not in self._where:
+            self._where[name], self._shapes[name] = self._where[other], self._shapes[other]
+
     def read(self, name: str, index: Index) -> Tensor:
         handle, file_name = self._where[name]
         try:
@@ -109,7 +114,11 @@ def _safetensors_files(folder: Path) -> list[Path]:
     return [single] if single in files else files
 
 
-_PREFIXES = (("model.language_model.", "model."), ("language_model.", ""))  # the text model of a multimodal checkpoint
+_PREFIXES = (
+    ("model.language_model.", "model."),  # the text model of a multimodal checkpoint
+    ("language_model.", ""),
+    *((part, f"model.{part}") for part in ("embed_tokens.", "layers.", "norm.")),  # saved without its LM head
+)
 _NOT_TEXT = ("vision_", "visual.", "multi_modal_", "audio_")
 _MIXTRAL = ((".block_sparse_moe.", ".mlp."), (".w1.", ".gate_proj."), (".w3.", ".up_proj."), (".w2.", ".down_proj."))
 

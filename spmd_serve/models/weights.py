@@ -21,6 +21,9 @@ from spmd_serve.models.model_config import ModelConfig
 from spmd_serve.models.progress import byte_progress
 from spmd_serve.models.sources import DummySource, Index, SafetensorsSource, TensorSource, listing
 
+_EMBEDDING, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+_COMPARED_ROWS = 4096
+
 
 @dataclass(frozen=True)
 class WeightPiece:
@@ -59,8 +62,32 @@ def open_source(folder: Path, model: ModelConfig, load_format: str, device: torc
     if load_format == "dummy":
         return DummySource(model.norm_offset, device)
     source = SafetensorsSource(folder)
+    if model.tie_embeddings:
+        source.stand_in(_HEAD, _EMBEDDING)  # some tools keep the one, some the other
     checkpoint = fp8_checkpoint(model.quantization)
     return source if checkpoint is None else Fp8Source(source, checkpoint)
+
+
+def has_own_head(source: TensorSource, model: ModelConfig, vocab: range) -> bool:
+    """Whether the checkpoint has an LM head that is not the embeddings, whatever config.json says; seen in the rows `vocab`."""
+    if not {_EMBEDDING, _HEAD} <= set(source.names()):
+        return False
+    if not source.shape(_EMBEDDING) == source.shape(_HEAD) == (model.vocab_size, model.hidden_size):
+        return True  # which `load_weights` refuses
+    for start in range(vocab.start, vocab.stop, _COMPARED_ROWS):
+        index = (slice(start, min(start + _COMPARED_ROWS, vocab.stop)), slice(0, model.hidden_size))
+        if not torch.equal(source.read(_EMBEDDING, index).float(), source.read(_HEAD, index).float()):
+            return True
+    return False
+
+
+def is_unused(model: ModelConfig) -> Callable[[str], bool]:
+    """Checkpoint names that may be left over: buffers that are computed, and the LM head of a tied model."""
+
+    def ignore(name: str) -> bool:
+        return "rotary_emb." in name or name.endswith("masked_bias") or (model.tie_embeddings and name == _HEAD)
+
+    return ignore
 
 
 def load_weights(

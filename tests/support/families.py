@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from spmd_serve.kernels.fp8 import Fp8Format
 from spmd_serve.models.blocks import DecoderContext
 from spmd_serve.models.decoder import Decoder
 from spmd_serve.models.registry import load_model_config
-from spmd_serve.models.weights import load_weights, open_source
+from spmd_serve.models.weights import has_own_head, is_unused, load_weights, open_source
 
 VOCAB = 131
 PAGE = 4
@@ -181,14 +182,17 @@ class Shard:
     """One rank's decoder with a KV cache, fed by hand. `dtype` is the weights'. Collective."""
 
     def __init__(self, folder: Path, comm: Communicator, slots: int, fp8: Fp8Format | None, dtype: torch.dtype) -> None:
-        self.model = load_model_config(folder)
+        self.model = model = load_model_config(folder)
         self.comm = comm
-        self.partition = partition_of(self.model, comm)
+        self.partition = partition_of(model, comm, fp8)
+        source = open_source(folder, model, "auto")
+        if model.tie_embeddings and has_own_head(source, model, self.partition.vocab):
+            self.model = model = replace(model, tie_embeddings=False)
         self.attention = TorchAttention()
         cpu = torch.device("cpu")
         context = DecoderContext(self.model, self.partition, comm, self.attention, dtype, cpu, fp8)
         self.decoder = Decoder(context, MAX_LEN)
-        load_weights(self.decoder.pieces(), open_source(folder, self.model, "auto"), progress=False)
+        load_weights(self.decoder.pieces(), source, progress=False, ignore=is_unused(model))
         self.decoder.pack()
         pages = -(-MAX_LEN // PAGE)
         # Pages of a slot lie in no order, and the slots' pages between each other.

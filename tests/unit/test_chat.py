@@ -113,6 +113,15 @@ def test_kwargs_that_the_request_has_fields_for_are_refused_by_name(tokenizer: T
     assert caught.value.param == "chat_template_kwargs"
 
 
+def test_what_is_not_given_is_none_as_in_transformers(tokenizer: TextTokenizer, theirs: Any) -> None:
+    source = "{{ tools is none }} {{ documents is none }} {{ tools is defined }} {{ other is defined }}"
+    text = render(own(source, tokenizer), [{"role": "user", "content": "x"}])
+    assert text == "True True True False"
+    assert text == theirs.apply_chat_template(
+        [{"role": "user", "content": "x"}], tokenize=False, add_generation_prompt=False, chat_template=source
+    )
+
+
 def test_wrong_use_of_a_template_is_the_clients_error(tokenizer: TextTokenizer) -> None:
     for source in (
         "{{ raise_exception('no system role') }}",
@@ -134,6 +143,8 @@ def test_wrong_use_of_a_template_is_the_clients_error(tokenizer: TextTokenizer) 
 
 def test_where_templates_come_from(tmp_path: Path, tokenizer: TextTokenizer) -> None:
     assert find_template(tmp_path, None) is None
+    (tmp_path / "chat_template.json").write_text('{"chat_template": "zero"}')
+    assert find_template(tmp_path, None) == "zero"
     config = tmp_path / "tokenizer_config.json"
     config.write_text('{"chat_template": "one"}')
     assert find_template(tmp_path, None) == "one"

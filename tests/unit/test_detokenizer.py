@@ -248,6 +248,12 @@ def test_tokens_only_known_to_the_config_are_added(tmp_path: Path) -> None:
     assert tokenizer.decode([size]) == ""
     assert tokenizer.decode([size], skip_special_tokens=False) == "<|end|>"
     assert tokenizer.special_tokens == {"eos_token": "<|end|>"}
+    # One that the tokenizer has as plain text is special if the config says so.
+    plain.add_tokens(["<|end|>"])
+    save(plain, tmp_path, added_tokens_decoder={str(size): {"content": "<|end|>", "special": True}})
+    assert TextTokenizer(tmp_path, size + 1).decode([size]) == ""
+    save(plain, tmp_path, added_tokens_decoder={str(size): {"content": "<|end|>", "special": False}})
+    assert TextTokenizer(tmp_path, size + 1).decode([size]) == "<|end|>"
 
 
 # ---- stop strings -------------------------------------------------------------------------------------------------

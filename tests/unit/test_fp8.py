@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support import families
+from support.thread_ranks import on_ranks
 
-from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.errors import UnsupportedModelError, WeightsError
 from spmd_serve.kernels.fp8 import FP8, Fp8Format, Fp8Weight, fp8_linear
 from spmd_serve.kernels.linear import Norm
@@ -24,8 +25,8 @@ CPU = torch.device("cpu")
 BLOCKED = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [8, 4]}
 
 
-def compressed(strategy: str) -> dict[str, Any]:
-    weights = {"type": "float", "num_bits": 8, "strategy": strategy}
+def compressed(strategy: str, **more: Any) -> dict[str, Any]:
+    weights = {"type": "float", "num_bits": 8, "strategy": strategy, **more}
     return {
         "quant_method": "compressed-tensors",
         "format": "float-quantized",
@@ -79,8 +80,9 @@ def write_checkpoint(folder: Path, kind: str) -> torch.Tensor:
         "scalar": ("_scale", torch.rand(())),
         "block": ("_scale_inv", torch.rand(3, 4, dtype=torch.bfloat16)),
     }[kind]
+    of_activations = {f"a.{name}": torch.ones(1) for name in ("input_scale", "kv_scale", "input_scale_ub")}
     save_file(
-        {"a.weight": values, f"a.weight{suffix}": scale, "a.input_scale": torch.ones(1), "norm.weight": torch.ones(3)},
+        {"a.weight": values, f"a.weight{suffix}": scale, "model.norm.weight": torch.ones(3)} | of_activations,
         folder / "model.safetensors",
     )
     whole = scale.float()
@@ -104,10 +106,10 @@ KINDS = ["channel", "channel 1-d", "tensor", "scalar", "block"]
 def test_any_slice_is_dequantised(tmp_path: Path, kind: str) -> None:
     whole = write_checkpoint(tmp_path, kind)
     source = open_fp8(tmp_path, kind)
-    assert source.names() == ["a.weight", "norm.weight"]
+    assert source.names() == ["a.weight", "model.norm.weight"]
     for rows, columns in ((slice(0, 20), slice(0, 14)), (slice(3, 11), slice(5, 14)), (slice(19, 20), slice(0, 1))):
         assert torch.equal(source.read("a.weight", (rows, columns)), whole[rows, columns])
-    assert torch.equal(source.read("norm.weight", (slice(0, 2),)), torch.ones(2))
+    assert torch.equal(source.read("model.norm.weight", (slice(0, 2),)), torch.ones(2))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -122,7 +124,7 @@ def test_stored_values_are_kept(tmp_path: Path, kind: str) -> None:
         WeightPiece(target[:5], "a.weight", (slice(3, 8), columns), (20, 14)),
         WeightPiece(target[5:], "a.weight", (slice(8, 15), columns), (20, 14)),
     ]
-    report = load_weights(pieces, source, progress=False, ignore=lambda name: name == "norm.weight")
+    report = load_weights(pieces, source, progress=False, ignore=lambda name: name == "model.norm.weight")
     assert torch.equal(target.dequantize(torch.float32), whole[3:15, columns])
     assert report.bytes_read < 2 * target.values.nbytes + 200
 
@@ -156,6 +158,17 @@ def test_what_config_json_says() -> None:
     ):
         with pytest.raises(UnsupportedModelError, match="quantised by"):
             fp8_checkpoint(other)
+    for known, block in (
+        ({"quant_method": "fp8"}, None),
+        ({"quant_method": "modelopt", "quant_algo": "FP8"}, None),
+        (compressed("channel"), None),
+        (compressed("block", block_structure=[128, 64]), (128, 64)),
+        (compressed("block", block_structure="128x64"), (128, 64)),
+    ):
+        checkpoint = fp8_checkpoint(known)
+        assert checkpoint is not None and checkpoint.block == block
+    with pytest.raises(UnsupportedModelError, match=r"modelopt NVFP4"):
+        fp8_checkpoint({"quant_method": "modelopt", "quant_algo": "NVFP4"})
     model = dataclasses.replace(families_config(), quantization=BLOCKED)
     assert fp8_format(model, requested=False, gpu=True) == Fp8Format(4)
     assert fp8_format(model, requested=False, gpu=False) is None
@@ -191,5 +204,7 @@ def test_logits_of_a_block_scaled_checkpoint(tmp_path: Path, kept: bool) -> None
         plain[name] = plain[name].float() * scales[:out_features, :in_features]
     families.write_reference(tmp_path, plain)
     assert load_model_config(tmp_path).quantization is not None
-    found = families.largest_difference(tmp_path, Communicator(), Fp8Format(8) if kept else None)
-    assert max(found.values()) < 1e-4, found
+    for ranks in (1, 2, 3):
+        work = partial(families.largest_difference, tmp_path, fp8=Fp8Format(8) if kept else None)
+        found = on_ranks(ranks, work)
+        assert max(max(of_rank.values()) for of_rank in found) < 1e-4, (ranks, found)

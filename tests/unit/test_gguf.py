@@ -1,4 +1,4 @@
-"""GGUF files: names, permutation, every common quantisation, both kinds of vocabulary, the cached copy, damage."""
+"""GGUF files: names, permutation, every common quantisation, the cached copy, damage."""
 
 import importlib.util
 import json
@@ -13,30 +13,22 @@ import numpy as np
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
-from tokenizers import Tokenizer, pre_tokenizers
+from support.vocabulary import byte_level_vocabulary
+from tokenizers import Tokenizer
 
 from spmd_serve.errors import ModelError, UnsupportedModelError, WeightsError
 from spmd_serve.models import gguf as conversion
-from spmd_serve.models.gguf_tokenizer import build_tokenizer
+from spmd_serve.models.model_config import ModelConfig
 from spmd_serve.models.registry import load_model_config
 from spmd_serve.models.sources import SafetensorsSource
 
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, LAYERS = 256, 4, 2, 64, 512, 2
-SPECIALS = ["<unk>", "<s>", "</s>", "<|im_start|>", "<|im_end|>"]
 
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "spmd_serve" / "gguf"
-
-
-def byte_level_vocabulary() -> tuple[list[str], list[str], list[int]]:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    merges = ["h e", "l l", "he ll", "hell o", "Ġ w", "Ċ Ċ", "Ġ Ġ"]
-    tokens = [*SPECIALS, *alphabet, *(m.replace(" ", "") for m in merges), "<think>"]
-    kinds = [3] * len(SPECIALS) + [1] * (len(tokens) - len(SPECIALS) - 1) + [4]
-    return tokens, merges, kinds
 
 
 def write_gguf(
@@ -51,8 +43,8 @@ def write_gguf(
     values = {"block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": FFN}
     values |= {"attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM}
     for key, value in (values | (metadata or {})).items():
-        add = writer.add_float32 if isinstance(value, float) else writer.add_uint32
-        add(f"{arch}.{key}", value)
+        kinds_of_values = {float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        kinds_of_values.get(type(value), writer.add_uint32)(f"{arch}.{key}", value)
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32(f"{arch}.rope.freq_base", 500.0)
     tokens, merges, kinds = byte_level_vocabulary()
@@ -141,12 +133,16 @@ def test_quantisations(tmp_path: Path, kind: str) -> None:
     assert ours.dtype == {"F16": torch.float16, "BF16": torch.bfloat16}.get(kind, torch.float32)
 
 
-def test_a_type_that_is_not_read_is_named(tmp_path: Path) -> None:
-    write_gguf(tmp_path / "m.gguf", extra={"blk.0.attn_q.bias": np.zeros(4, np.float64)}, quantise={})
-    file = conversion.GgufFile(tmp_path / "m.gguf")
-    file.tensors["blk.0.attn_v.weight"] = file.tensors["blk.0.attn_v.weight"]._replace(tensor_type=Type.I8)
-    with pytest.raises(UnsupportedModelError, match=r"blk\.0\.attn_v\.weight has the GGUF type I8"):
-        file.values("blk.0.attn_v.weight")
+def test_types_that_are_not_read_are_refused_before_anything_is_converted(tmp_path: Path) -> None:
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", "llama")
+    writer.add_tensor("blk.0.attn_v.weight", np.zeros((2, 32), np.int8), raw_dtype=Type.I8)
+    writer.add_tensor("blk.0.attn_k.weight", np.zeros((2, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(UnsupportedModelError, match=r"tensors of the type I8; supported are F32, F16, Q4_0, .*Q6_K"):
+        conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
 
 
 def test_gemma_norms_names_and_windows(tmp_path: Path) -> None:
@@ -169,6 +165,45 @@ def test_gemma_norms_names_and_windows(tmp_path: Path) -> None:
     assert [layer.window for layer in model.layers] == [32, 32]
     assert [model.ropes[layer.rope or 0].theta for layer in model.layers] == [10000.0, 10000.0]
     assert model.ropes[0].theta == 500.0
+
+
+@pytest.mark.parametrize(("pattern", "windows"), [(2, [32, None]), ([False, True], [None, 32])])
+def test_a_pattern_of_windows_in_the_file(tmp_path: Path, pattern: Any, windows: list[int | None]) -> None:
+    metadata = {"attention.sliding_window": 32, "attention.sliding_window_pattern": pattern}
+    write_gguf(tmp_path / "m.gguf", "gemma3", metadata=metadata)
+    model = load_model_config(conversion.convert_gguf(tmp_path / "m.gguf", progress=False))
+    assert [layer.window for layer in model.layers] == windows
+
+
+def test_gemma_1(tmp_path: Path) -> None:
+    meant = write_gguf(tmp_path / "m.gguf", "gemma")
+    folder = conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+    norm = read(folder, "model.layers.0.post_attention_layernorm.weight").numpy()
+    assert np.array_equal(norm, meant["blk.0.ffn_norm.weight"] - 1)
+    model = load_model_config(folder)
+    assert (model.architecture, model.head_dim, model.tie_embeddings) == ("GemmaForCausalLM", HEAD_DIM, True)
+
+
+def test_metadata_in_other_forms(tmp_path: Path) -> None:
+    """Equal sizes listed by layer; biases of the MLP; an early name of linear scaling; yarn's ramp."""
+
+    def converted(arch: str = "llama", extra: dict[str, np.ndarray] | None = None, **metadata: Any) -> ModelConfig:
+        path = tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf"
+        write_gguf(path, arch, metadata=metadata, extra=extra)
+        return load_model_config(conversion.convert_gguf(path, progress=False))
+
+    model = converted(**{"attention.head_count_kv": [KV_HEADS] * LAYERS, "feed_forward_length": [FFN] * LAYERS})
+    assert (model.num_kv_heads, model.intermediate_size) == (KV_HEADS, FFN)
+    with pytest.raises(UnsupportedModelError, match="layers of different sizes"):
+        converted(feed_forward_length=[FFN, 2 * FFN])
+    assert converted(extra={"blk.0.ffn_down.bias": np.zeros(HIDDEN, np.float32)}).mlp_bias
+    rope = converted(**{"rope.scale_linear": 4.0}).ropes[0]
+    assert (rope.kind, rope.params["factor"]) == ("linear", 4.0)
+    yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_beta_fast": 8.0}
+    params = converted(**yarn).ropes[0].params
+    assert (params["factor"], params["beta_fast"], params["beta_slow"]) == (2.0, 8.0, None)
+    with pytest.raises(UnsupportedModelError, match="OLMo 3"):
+        converted("olmo2", **{"attention.sliding_window": 32})
 
 
 def test_llama_3_frequencies_are_kept(tmp_path: Path) -> None:
@@ -319,63 +354,6 @@ def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
 
 
 # ---- tokenizers ---------------------------------------------------------------------------------------------------
-
-
-def byte_level_meta(pre: str = "smollm", **more: Any) -> dict[str, Any]:
-    tokens, merges, kinds = byte_level_vocabulary()
-    meta = {"model": "gpt2", "pre": pre, "tokens": tokens, "merges": merges, "token_type": kinds}
-    return {f"tokenizer.ggml.{k}": v for k, v in (meta | {"bos_token_id": 1, "eos_token_id": 2} | more).items()}
-
-
-def test_byte_level_tokenizer() -> None:
-    tokenizer = build_tokenizer("llama", byte_level_meta())
-    text = "hello<|im_end|> wörld 🎉\n\n12 <think>"
-    encoded = tokenizer.encode(text)
-    assert encoded.tokens[:2] == ["hello", "<|im_end|>"]
-    assert encoded.tokens[-1] == "<think>"
-    assert tokenizer.decode(encoded.ids, skip_special_tokens=False) == text
-    assert tokenizer.decode(encoded.ids) == text.replace("<|im_end|>", "")  # <think> is no control token
-    # The vocabulary's merges were learned on text whose digits stand alone.
-    assert tokenizer.encode("\n\n1").tokens == ["ĊĊ", "1"]
-    assert build_tokenizer("llama", byte_level_meta("default")).encode("\n\n1").tokens == ["Ċ", "Ċ", "1"]
-
-
-def test_bos_rules() -> None:
-    def first(**more: Any) -> str:
-        return str(build_tokenizer("llama", byte_level_meta(**more)).encode("h").tokens[0])
-
-    assert first() == "h"
-    assert first(pre="llama-bpe") == "<s>"  # llama.cpp's default for that vocabulary
-    assert first(pre="llama-bpe", add_bos_token=False) == "h"
-    assert first(add_bos_token=True) == "<s>"
-    assert build_tokenizer("llama", byte_level_meta(add_eos_token=True)).encode("h").tokens == ["h", "</s>"]
-
-
-def sentencepiece_meta(**more: Any) -> dict[str, Any]:
-    pieces = ["▁", "h", "e", "l", "o", "▁h", "el", "lo", "▁hel", "▁hello"]
-    tokens = [*SPECIALS, *(f"<0x{i:02X}>" for i in range(256)), *pieces]
-    scores = [0.0] * (len(tokens) - len(pieces)) + [-float(i) for i in range(len(pieces), 0, -1)]
-    kinds = [2, *[3] * (len(SPECIALS) - 1), *[6] * 256, *[1] * len(pieces)]
-    meta = {"model": "llama", "tokens": tokens, "scores": scores, "token_type": kinds}
-    return {f"tokenizer.ggml.{k}": v for k, v in (meta | {"bos_token_id": 1, "eos_token_id": 2} | more).items()}
-
-
-def test_sentencepiece_tokenizer() -> None:
-    tokenizer = build_tokenizer("llama", sentencepiece_meta())
-    encoded = tokenizer.encode("hello ho é")
-    assert encoded.tokens == ["<s>", "▁hello", "▁h", "o", "▁", "<0xC3>", "<0xA9>"]
-    assert tokenizer.decode(encoded.ids) == "hello ho é"
-    assert build_tokenizer("llama", sentencepiece_meta(add_bos_token=False)).encode("h").tokens == ["▁h"]
-    gemma = build_tokenizer("gemma3", sentencepiece_meta())
-    assert gemma.encode("hello").tokens == ["<s>", "h", "el", "lo"]
-    assert gemma.decode(gemma.encode(" hello").ids) == " hello"
-
-
-def test_unknown_vocabularies_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match="'bert' vocabulary"):
-        build_tokenizer("llama", byte_level_meta(model="bert"))
-    with pytest.raises(UnsupportedModelError, match="pre-tokenizer 'mystery'"):
-        build_tokenizer("llama", byte_level_meta(pre="mystery"))
 
 
 def test_tokenizer_files_load_in_transformers(tmp_path: Path) -> None:

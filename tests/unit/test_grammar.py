@@ -373,3 +373,12 @@ def test_a_tokenizer_that_llguidance_does_not_know_is_a_400(tmp_path: Path) -> N
     with pytest.raises(RequestError, match="does not work with this tokenizer") as caught:
         compiled(compiler, guided_regex="a")
     assert (caught.value.status, caught.value.param) == (400, "guided_regex")
+
+
+def test_a_tokenizer_may_have_more_tokens_than_the_model() -> None:
+    """The rest of its ids can never be drawn."""
+    size = VOCAB - 1000
+    state = Grammars(model_folder(), size, (EOS,)).start("start: /yes/", [])
+    allowed = state.allowed(range(size), torch.device("cpu"))
+    assert allowed.shape == (size,)
+    assert allowed[encode("yes")[0]]

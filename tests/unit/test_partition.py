@@ -9,7 +9,7 @@ from spmd_serve.errors import ModelError
 
 
 def shares(
-    world_size: int, group_size: int, kv_heads: int, ffn: int = 64, vocab: int = 128, experts: int = 0
+    world_size: int, group_size: int, kv_heads: int, ffn: int = 64, vocab: int = 128, experts: int = 0, unit: int = 1
 ) -> list[Partition]:
     return [
         make_partition(
@@ -20,6 +20,7 @@ def shares(
             intermediate_size=ffn,
             vocab_size=vocab,
             num_experts=experts,
+            ffn_unit=unit,
         )
         for rank in range(world_size)
     ]
@@ -42,13 +43,15 @@ def test_split_evenly_covers_in_order_and_is_balanced(total: int, parts: int) ->
     ffn=st.integers(1, 500),
     vocab=st.integers(1, 500),
     experts=st.integers(0, 70),
+    unit=st.integers(1, 130),
 )
 def test_everything_is_owned_once(
-    world_size: int, group_size: int, kv_heads: int, ffn: int, vocab: int, experts: int
+    world_size: int, group_size: int, kv_heads: int, ffn: int, vocab: int, experts: int, unit: int
 ) -> None:
-    ranks = shares(world_size, group_size, kv_heads, ffn, vocab, experts)
+    ranks = shares(world_size, group_size, kv_heads, ffn, vocab, experts, unit)
     assert [h for p in ranks for h in p.q_heads] == list(range(group_size * kv_heads))
     assert [c for p in ranks for c in p.ffn] == list(range(ffn))
+    assert all(p.ffn.start % unit == 0 or p.ffn.start == ffn for p in ranks)
     assert [v for p in ranks for v in p.vocab] == list(range(vocab))
     assert [e for p in ranks for e in p.experts] == list(range(experts))
     for p in ranks:

@@ -245,6 +245,16 @@ def test_one_bos_in_a_chat(tmp_path: Any) -> None:
     assert completion(planner, add_special_tokens=False).prompts[0].ids.tolist() == [28120]
 
 
+def test_tokens_that_the_model_has_no_embedding_for_are_refused() -> None:
+    """A tokenizer may have more of them than the model: such an id would end the job."""
+    small = make_planner(vocab_size=28120)  # "hello" is the first id beyond
+    for make, param in ((completion, "prompt"), (chat, "messages")):
+        with pytest.raises(RequestError, match=r"the token id \d+; ids go from 0 to 28119") as caught:
+            make(small)
+        assert caught.value.param == param
+    assert completion(make_planner(vocab_size=28121)).prompts[0].ids.tolist() == [28120]
+
+
 def test_messages_as_templates_want_them() -> None:
     planner = make_planner(template="{{ messages | tojson }}")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}

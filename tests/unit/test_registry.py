@@ -1,17 +1,21 @@
 """config.json -> ModelConfig: the spellings of transformers 4 and 5, multimodal files, refusals; and --model -> folder."""
 
+import copy
 import json
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from spmd_serve.config import ModelOptions
 from spmd_serve.distributed.ranks import RankInfo
 from spmd_serve.errors import ModelError, UnsupportedModelError, WeightsError
+from spmd_serve.layers.rotary import rope_table
 from spmd_serve.models import resolve
+from spmd_serve.models.defaults import DEFAULTS
 from spmd_serve.models.model_config import ModelConfig
 from spmd_serve.models.registry import ALIASES, FAMILIES, load_model_config
 from spmd_serve.models.resolve import resolve_model
@@ -38,10 +42,10 @@ def load(tmp_path: Path, generation: dict[str, Any] | None = None, /, **config: 
 
 
 def test_table_speaks_of_fields_that_exist() -> None:
-    known = {field.name for field in fields(ModelConfig)} | {"window", "moe_layer"}
+    known = {field.name for field in fields(ModelConfig)} | {"window", "moe_layer", "rope_layer"}
     for name, family in FAMILIES.items():
         assert set(family) <= known, name
-    assert set(ALIASES.values()) <= set(FAMILIES)
+    assert {architecture for architecture, _ in ALIASES.values()} | set(DEFAULTS) <= set(FAMILIES)
 
 
 def test_llama(tmp_path: Path) -> None:
@@ -147,9 +151,66 @@ def test_experts(tmp_path: Path) -> None:
 
 
 def test_smollm3_layers_without_positions(tmp_path: Path) -> None:
-    model = load(tmp_path, architectures=["SmolLM3ForCausalLM"], no_rope_layers=[1, 1, 1, 0] * 2)
+    smollm: dict[str, Any] = {"architectures": ["SmolLM3ForCausalLM"]}
+    model = load(tmp_path, **smollm, no_rope_layers=[1, 1, 1, 0] * 2)
     assert [layer.rope for layer in model.layers] == [0, 0, 0, None] * 2
     assert model.tie_embeddings
+    assert load(tmp_path, **smollm).layers == model.layers
+    model = load(tmp_path, **smollm, no_rope_layer_interval=2, use_sliding_window=True, sliding_window=32)
+    assert [layer.rope for layer in model.layers] == [0, None] * 4
+    assert [layer.window for layer in model.layers] == [None, 32] * 4
+
+
+# What config files say beside sizes, by architecture; transformers' own reading of it is the truth.
+_QWEN_WINDOW = {"use_sliding_window": True, "sliding_window": 32}
+_YARN = {"factor": 4.0, "original_max_position_embeddings": 1024}
+_LONG = {"short_factor": [1.0, 1.1, 1.2, 1.3], "long_factor": [1.5, 2.0, 4.0, 5.0]}
+_LLAMA_3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+SILENT = [(architecture, {}) for architecture in FAMILIES]
+SAID: list[tuple[str, dict[str, Any]]] = [
+    *SILENT,
+    ("LlamaForCausalLM", {"rope_scaling": _LLAMA_3, "original_max_position_embeddings": 1024}),
+    ("LlamaForCausalLM", {"rope_scaling": _LLAMA_3, "max_position_embeddings": 64}),
+    ("LlamaForCausalLM", {"rope_scaling": _YARN | {"type": "yarn", "beta_fast": 1000, "beta_slow": 900}}),
+    ("LlamaForCausalLM", {"rope_scaling": _YARN | {"type": "yarn", "mscale": 0.5, "mscale_all_dim": 1.0}}),
+    ("LlamaForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 64}),
+    ("Qwen2ForCausalLM", _QWEN_WINDOW),
+    ("Qwen2ForCausalLM", {"sliding_window": 32, "max_window_layers": 3}),
+    ("Qwen2ForCausalLM", {"use_sliding_window": False, "layer_types": ["full_attention"] * 30}),
+    ("Qwen3MoeForCausalLM", _QWEN_WINDOW | {"max_window_layers": 3, "mlp_only_layers": None}),
+    ("SmolLM3ForCausalLM", _QWEN_WINDOW | {"no_rope_layers": None}),
+    ("Gemma2ForCausalLM", {"attn_logit_softcapping": None, "final_logit_softcapping": None}),
+    ("Gemma3ForCausalLM", {"rope_scaling": {"rope_type": "linear", "factor": 8.0}, "sliding_window_pattern": 4}),
+    ("Gemma3ForCausalLM", {"rope_parameters": {"full_attention": {"rope_type": "default"}, "sliding_attention": None}}),
+    ("Phi3ForCausalLM", {"rope_scaling": _LONG | {"type": "yarn"}, "max_position_embeddings": 8192}),
+    ("Phi3ForCausalLM", {"rope_scaling": _LONG | {"type": "longrope"}, "original_max_position_embeddings": 32}),
+    ("Olmo2ForCausalLM", {"attention_bias": True}),
+    ("GemmaForCausalLM", {"attention_bias": True, "hidden_act": "gelu", "hidden_activation": None}),
+]
+
+
+@pytest.mark.parametrize(("architecture", "said"), SAID)
+def test_files_mean_what_they_mean_to_transformers(tmp_path: Path, architecture: str, said: dict[str, Any]) -> None:
+    import transformers
+
+    prefix = architecture.removesuffix("ForCausalLM")
+    config_class = getattr(transformers, {"Gemma3": "Gemma3TextConfig"}.get(prefix, f"{prefix}Config"))
+    sizes = {key: value for key, value in LLAMA.items() if key.startswith(("vocab", "hidden", "interm", "num_"))}
+    sizes = {key: value for key, value in sizes.items() if key != "num_key_value_heads"} | {
+        "num_attention_heads": 64,  # a multiple of whatever number of KV heads is the default
+        "hidden_size": 512,
+        "num_hidden_layers": 30,
+    }
+    read: list[ModelConfig] = []
+    for config in (sizes | said, config_class(**(sizes | copy.deepcopy(said))).to_dict()):
+        (tmp_path / "config.json").write_text(json.dumps(config | {"architectures": [architecture]}))
+        read.append(load_model_config(tmp_path))
+    ours, theirs = read
+    for length in (16, 100):
+        tables = [[rope_table(rope, m.head_dim, length, torch.device("cpu")) for rope in m.ropes] for m in read]
+        torch.testing.assert_close(tables[0], tables[1])
+    special = {"ropes": (), "bos_token_id": None, "eos_token_ids": ()}  # files say these
+    assert replace(ours, **special) == replace(theirs, **special)
 
 
 def test_generation_config_comes_first(tmp_path: Path) -> None:
@@ -157,6 +218,34 @@ def test_generation_config_comes_first(tmp_path: Path) -> None:
     model = load(tmp_path, generation, eos_token_id=2)
     assert model.eos_token_ids == (7, 8)
     assert model.generation_defaults == {"temperature": 0.6, "top_k": 20}
+
+
+def test_ids_that_the_model_has_not_are_no_eos(tmp_path: Path) -> None:
+    assert load(tmp_path, eos_token_id=-1).eos_token_ids == ()
+    assert load(tmp_path, eos_token_id=[999, 1000]).eos_token_ids == (999,)
+
+
+@pytest.mark.parametrize("eos", ["<|im_end|>", {"content": "<|im_end|>", "special": True}, None, "<|other|>"])
+def test_the_tokenizers_eos_ends_a_text_too(tmp_path: Path, eos: Any) -> None:
+    added = {"7": {"content": "<|im_end|>"}, "8": {"content": "<think>"}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos, "added_tokens_decoder": added}))
+    of_tokenizer = (7,) if eos not in (None, "<|other|>") else ()
+    assert load(tmp_path, eos_token_id=2).eos_token_ids == (2, *of_tokenizer)
+    assert load(tmp_path, eos_token_id=[7, 2]).eos_token_ids == (7, 2)
+    (tmp_path / "tokenizer_config.json").write_text("{}")
+    assert load(tmp_path, eos_token_id=2).eos_token_ids == (2,)
+
+
+def test_generation_defaults_are_what_a_request_could_ask_for(tmp_path: Path) -> None:
+    def defaults(**generation: Any) -> dict[str, Any]:
+        return load(tmp_path, generation).generation_defaults
+
+    assert defaults(top_k=-1, temperature=1, do_sample=True) == {"top_k": 0, "temperature": 1.0}
+    assert defaults(top_k=20.0, temperature=0.6, do_sample=False) == {"top_k": 20, "temperature": 0.0}
+    assert defaults(temperature=0, top_k=0, do_sample=None) == {"temperature": 0.0, "top_k": 0}
+    for wrong in ({"top_p": 0.0}, {"temperature": -1}, {"min_p": 2}, {"top_k": "many"}, {"repetition_penalty": [1]}):
+        with pytest.raises(ModelError, match=r"generation_config\.json cannot be followed"):
+            defaults(**wrong)
 
 
 @pytest.mark.parametrize(
@@ -168,10 +257,31 @@ def test_generation_config_comes_first(tmp_path: Path) -> None:
         ({"hidden_act": "relu2"}, "activation relu2; supported are silu"),
         ({"layer_types": ["linear_attention"] * 8}, "linear_attention"),
         ({"use_bidirectional_attention": True}, "both directions"),
+        (
+            {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}},
+            "text model of type ministral3; supported is mistral",
+        ),
     ],
 )
 def test_what_is_not_known_is_refused(tmp_path: Path, config: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedModelError, match=message):
+        load(tmp_path, **config)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"rope_scaling": {"rope_type": "llama3", "factor": 8.0}}, "low_freq_factor"),
+        ({"rope_scaling": {"rope_type": "linear"}}, "factor"),
+        ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "1 numbers where .* 4"),
+        ({"layer_types": ["full_attention"]}, "IndexError"),
+        ({"rope_scaling": "linear"}, "TypeError"),
+    ],
+)
+def test_what_is_missing_is_said_before_anything_is_loaded(
+    tmp_path: Path, config: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ModelError, match=rf"config\.json is incomplete or damaged .*{message}"):
         load(tmp_path, **config)
 
 
@@ -211,6 +321,10 @@ def test_missing_model_is_one_clear_line(
 def test_folders(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"no config\.json"):
         resolved(str(tmp_path))
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="an adapter"):
+        resolved(str(tmp_path))
+    (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "a.gguf").write_bytes(b"x")
     with pytest.raises(WeightsError, match=r"a\.gguf is damaged"):  # the only GGUF file is meant
         resolved(str(tmp_path))
@@ -218,6 +332,11 @@ def test_folders(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match=r"several \.gguf files.*a\.gguf, b\.gguf"):
         resolved(str(tmp_path))
     (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"several \.gguf files"):  # repositories of GGUF files may have a config.json
+        resolved(str(tmp_path))
+    assert resolved(str(tmp_path), load_format="dummy") == tmp_path
+    for file in tmp_path.glob("*.gguf"):
+        file.unlink()
     assert resolved(str(tmp_path)) == tmp_path
     save_file({}, tmp_path / "model.safetensors")
     with pytest.raises(ModelError, match=r"is a file but no \.gguf"):
@@ -235,6 +354,8 @@ def test_hub_download_asks_for_what_is_needed(tmp_path: Path, monkeypatch: pytes
 
     def snapshot_download(repo: str, **options: Any) -> str:
         asked.append({"repo": repo, **options})
+        if repo == "owner/gguf":
+            return str(tmp_path / "nothing")
         (tmp_path / "config.json").write_text("{}")
         return str(tmp_path)
 
@@ -246,3 +367,5 @@ def test_hub_download_asks_for_what_is_needed(tmp_path: Path, monkeypatch: pytes
     assert "*.safetensors" in asked[0]["allow_patterns"]
     assert "*.safetensors" not in asked[1]["allow_patterns"]
     assert "*.json" in asked[1]["allow_patterns"]
+    with pytest.raises(ModelError, match=r"owner/gguf on the hub has no config\.json"):
+        resolved("owner/gguf")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from support import families
+from support.thread_ranks import on_ranks
 from torch import Tensor
 
 from spmd_serve.distributed.collectives import Communicator
@@ -65,3 +66,11 @@ def test_another_type_of_cache_is_left_to_plain_torch(tmp_path: Path) -> None:
     shard = families.Shard(tmp_path, Communicator(), 2, None, torch.float32)
     shard.kv.layers = [(k.to(FP8), v.to(FP8)) for k, v in shard.kv.layers]
     assert torch.equal(decode(shard, [(0, 0)]), plain(shard, [(0, 0)]))
+
+
+def test_a_rank_without_heads_takes_part(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Seven ranks for six heads; where no weight is packed, nothing else tells that rank's layers from the others'."""
+    monkeypatch.setattr(packed, "_has_onednn", lambda: False)
+    families.write_family("llama", tmp_path)
+    found = on_ranks(7, lambda comm: families.largest_difference(tmp_path, comm))
+    assert max(max(of_rank.values()) for of_rank in found) < 1e-4

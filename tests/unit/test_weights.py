@@ -1,5 +1,6 @@
 """Reading checkpoints: slices only, damage and misfits reported in one message, random weights that any rank agrees on."""
 
+import dataclasses
 import json
 from pathlib import Path
 
@@ -8,10 +9,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import save_file
+from support.models import TINY_LLAMA
 
 from spmd_serve.errors import WeightsError
 from spmd_serve.models.sources import DummySource, SafetensorsSource
-from spmd_serve.models.weights import WeightPiece, load_weights
+from spmd_serve.models.weights import WeightPiece, has_own_head, is_unused, load_weights, open_source
 
 A = torch.arange(24, dtype=torch.float32).reshape(6, 4)
 B = torch.arange(5, dtype=torch.bfloat16)
@@ -115,6 +117,47 @@ def test_folder_without_weights(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"")
     with pytest.raises(WeightsError, match="convert them to safetensors"):
         SafetensorsSource(tmp_path)
+
+
+@pytest.mark.parametrize("kept", ["model.embed_tokens.weight", "lm_head.weight"])
+def test_a_tied_checkpoint_may_hold_either_name(tmp_path: Path, kept: str) -> None:
+    model = dataclasses.replace(TINY_LLAMA, vocab_size=6, hidden_size=4)
+    save_file({kept: A}, tmp_path / "model.safetensors")
+    source = open_source(tmp_path, model, "auto")
+    assert torch.equal(source.read("model.embed_tokens.weight", (slice(0, 6), slice(0, 4))), A)
+    assert not has_own_head(source, model, range(6))
+    untied = open_source(tmp_path, dataclasses.replace(model, tie_embeddings=False), "auto")
+    assert untied.names() == [kept]
+
+
+def test_a_head_of_its_own_counts_more_than_the_config(tmp_path: Path) -> None:
+    """What transformers 5 does with such checkpoints; each rank looks at the rows that it owns."""
+    model = dataclasses.replace(TINY_LLAMA, vocab_size=6, hidden_size=4)
+    head = A.bfloat16()  # the same values in another type are the same head
+    for row, own in ((None, False), (4, True)):
+        if row is not None:
+            head[row] += 1
+        save_file({"model.embed_tokens.weight": A, "lm_head.weight": head}, tmp_path / "model.safetensors")
+        source = open_source(tmp_path, model, "auto")
+        assert has_own_head(source, model, range(6)) == own
+        assert has_own_head(source, model, range(4, 6)) == own
+        assert not has_own_head(source, model, range(4))
+        assert not has_own_head(source, model, range(6, 6))
+    assert has_own_head(source, dataclasses.replace(model, vocab_size=7), range(4)), "loading shall name the shapes"
+
+
+def test_buffers_that_are_computed_may_be_left_over() -> None:
+    unused = is_unused(dataclasses.replace(TINY_LLAMA, tie_embeddings=False))
+    for name in ("rotary_emb.inv_freq", "layers.0.self_attn.rotary_emb.inv_freq", "self_attn.rotary_emb.cos_cached"):
+        assert unused(f"model.{name}")
+    assert not unused("lm_head.weight") and not unused("model.layers.3.mlp.up_proj.weight")
+    assert is_unused(TINY_LLAMA)("lm_head.weight")
+
+
+def test_a_model_saved_without_its_head_has_no_prefix(tmp_path: Path) -> None:
+    tensors = {name: B.clone() for name in ("embed_tokens.weight", "layers.0.mlp.up_proj.weight", "norm.weight")}
+    save_file(tensors, tmp_path / "model.safetensors")
+    assert SafetensorsSource(tmp_path).names() == [f"model.{name}" for name in sorted(tensors)]
 
 
 @pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model."])
