@@ -12,6 +12,7 @@ import json
 import os
 import sys
 import time
+from dataclasses import replace
 from statistics import median
 from typing import Any
 
@@ -36,6 +37,8 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=parse_range, help="N, or LOW,HIGH for random lengths")
     parser.add_argument("--output-tokens", type=parse_range, help="N, or LOW,HIGH for random lengths")
     parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
+    parser.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and prompts (default: 0)")
     parser.add_argument("--repeat", type=int, default=1, help="runs, with new prompts each (default: 1)")
     parser.add_argument("--json", action="store_true", help="print each run as one JSON line")
@@ -77,10 +80,13 @@ class Progress:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 
 
-def run(llm: LLM, workload: Workload, temperature: float, seed: int, rank: int) -> dict[str, Any]:
-    """One run; figures on rank 0 (times in milliseconds), nothing on the others. Collective."""
+def run(llm: LLM, workload: Workload, sampling: SamplingParams, seed: int, rank: int) -> dict[str, Any]:
+    """One run; figures on rank 0 (times in milliseconds), nothing on the others. Collective.
+
+    sampling: how tokens are drawn; lengths and seeds come from `workload` and `seed`.
+    """
     params = [
-        SamplingParams(max_tokens=output, temperature=temperature, seed=seed + i, ignore_eos=True)
+        replace(sampling, max_tokens=output, seed=seed + i, ignore_eos=True)
         for i, (_, output) in enumerate(workload.lengths)
     ]
     progress = Progress(workload.output_tokens)
@@ -116,11 +122,12 @@ def main(argv: list[str]) -> int:
     ranks = rank_info(os.environ)
     workload = chosen_workload(args)
     llm = LLM(*engine_options)
+    sampling = SamplingParams(max_tokens=1, temperature=args.temperature, top_k=args.top_k, top_p=args.top_p)
     warmup = decode(min(8, len(workload.lengths)), 64, 8)
-    run(llm, warmup, args.temperature, 2**40, ranks.rank)
+    run(llm, warmup, sampling, 2**40, ranks.rank)
     rates = []
     for index in range(args.repeat):
-        report = run(llm, workload, args.temperature, args.seed + 1_000_003 * index, ranks.rank)
+        report = run(llm, workload, sampling, args.seed + 1_000_003 * index, ranks.rank)
         if ranks.rank > 0:
             continue
         rates.append(report["output_tokens_per_s"])
