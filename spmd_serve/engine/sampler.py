@@ -77,6 +77,7 @@ class Sampler:
         if ranks == 1:
             return logits[None]
         width = -(-self._vocab_size // ranks // 16) * 16
+        assert logits.shape[1] <= width, "the vocabulary is split evenly"
         return self._comm.all_gather(F.pad(logits, (0, width - logits.shape[1]), value=float("-inf")))
 
     def _thresholds(self, scaled: Tensor, asked: _Asked, count: int) -> tuple[Tensor, bool]:

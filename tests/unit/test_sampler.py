@@ -13,7 +13,7 @@ from torch import Tensor
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import split_evenly
 from spmd_serve.engine.sampler import Sampler
-from spmd_serve.kernels.filters import Filters
+from spmd_serve.kernels.filters import Filters, lowest_kept, lowest_kept_torch
 from spmd_serve.kernels.gumbel import gumbel_noise, row_key, uniforms
 from spmd_serve.types import SamplingParams
 
@@ -98,6 +98,21 @@ def test_a_mixed_batch_on_any_number_of_ranks(world_size: int) -> None:
     drawn = draw(world_size, logits, params)
     wanted = [expected(logits[i], p, 100 + i)[0] for i, p in enumerate(params)]
     assert drawn == wanted
+
+
+@WORLDS
+def test_gathered_logits_have_the_thresholds_of_the_whole(world_size: int) -> None:
+    """A GPU's way, by the kernel's reference."""
+    logits = torch.randn(len(PARAMS), 3001, generator=torch.Generator().manual_seed(15)) * 3
+    shards, filters, slots = split_evenly(3001, world_size), tables(list(PARAMS.values())), torch.arange(len(PARAMS))
+
+    def on_rank(comm: Communicator) -> Tensor:
+        shard = shards[comm.rank]
+        return lowest_kept(Sampler(comm, shard, 3001)._gather(logits[:, shard.start : shard.stop]), filters, slots)
+
+    wanted = lowest_kept_torch(logits[None], filters, slots)
+    assert (wanted > NEG_INF).sum() == 8
+    assert all(torch.equal(lowest, wanted) for lowest in on_ranks(world_size, on_rank))
 
 
 @WORLDS
