@@ -10,6 +10,8 @@ from array import array
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
+GREEDY_BELOW = 1e-5  # temperatures under it would overflow logits / T
+
 
 class FinishReason(StrEnum):
     """Why a request ended. Exactly one is sent for every accepted request."""
@@ -36,7 +38,7 @@ class SamplingParams:
     """
 
     max_tokens: int  # new tokens, already clamped to the context
-    temperature: float = 1.0  # 0 is greedy
+    temperature: float = 1.0  # 0 is greedy, and becomes of what is under GREEDY_BELOW
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
     min_p: float = 0.0
@@ -51,6 +53,10 @@ class SamplingParams:
     logprobs: int | None = None  # top-n logprobs of each output token; 0 means the chosen token's alone
     prompt_logprobs: int | None = None  # the same for prompt tokens
     grammar: str | None = None  # llguidance grammar (serialised), validated on rank 0
+
+    def __post_init__(self) -> None:
+        if 0 < self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "temperature", 0.0)
 
     @property
     def is_filtered(self) -> bool:

@@ -37,6 +37,9 @@ _STATUS_OF_CODE = {
     "timeout": 504,
     "grammar": 400,
 }
+# Codes of requests that the scheduler did not accept. They are no sequences that ended: another frontend's requests may fill
+# the queue, and a refusal must count the same whoever speaks it.
+_REFUSALS = ("context_length", "empty_prompt", "overloaded", "draining")
 _STARTING = "the model is still loading"
 
 
@@ -211,16 +214,17 @@ class Dispatcher:
                 status=_STATUS_OF_CODE.get(code, 500),
                 code=code,
             )
-        self._ended(choice, dirty)
+        self._ended(choice, dirty, accepted=finish.code not in _REFUSALS)
 
-    def _ended(self, choice: Choice, dirty: list[Generation]) -> None:
+    def _ended(self, choice: Choice, dirty: list[Generation], *, accepted: bool = True) -> None:
         generation = choice.generation
         del self._choices[choice.uid]
         generation.open -= 1
         assert choice.finish is not None
-        self._metrics.count_finish(choice.finish)
-        if generation.open == 0:
-            self._metrics.duration.observe(time.monotonic() - generation.submitted)
+        if accepted:
+            self._metrics.count_finish(choice.finish)
+            if generation.open == 0:
+                self._metrics.duration.observe(time.monotonic() - generation.submitted)
         if generation.plan.stream and not choice.queued:
             _queue(choice)
         dirty.append(generation)

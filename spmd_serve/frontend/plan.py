@@ -26,7 +26,6 @@ from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.types import ModelInfo, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions without max_tokens
-GREEDY_BELOW = 1e-5  # temperatures under it would overflow logits / T
 MAX_TOKENIZED = 2**20  # characters of /tokenize: more would hold a tokenizer thread for seconds
 MAX_PROMPT_LOGPROBS = 2**20  # log-probabilities of prompt tokens in one answer: each costs some 10 us and 100 bytes
 
@@ -288,10 +287,9 @@ class Planner:
         self._check_ids("logit_bias", list(biases))
         self._check_ids("stop_token_ids", body.stop_token_ids or [])
         defaults = self._info.generation_defaults
-        temperature = float(_first(body.temperature, defaults.get("temperature"), 1.0))
         return SamplingParams(
             max_tokens=max_tokens,
-            temperature=temperature if temperature >= GREEDY_BELOW else 0.0,
+            temperature=float(_first(body.temperature, defaults.get("temperature"), 1.0)),
             top_k=max(0, int(_first(body.top_k, defaults.get("top_k"), 0))),
             top_p=float(_first(body.top_p, defaults.get("top_p"), 1.0)),
             min_p=float(_first(body.min_p, defaults.get("min_p"), 0.0)),

@@ -8,6 +8,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -18,7 +19,7 @@ from support.server import wait_until
 
 from spmd_serve.config import Config, SchedulerOptions
 from spmd_serve.frontend.streaming import EventStream
-from spmd_serve.types import FinishReason, ServiceState
+from spmd_serve.types import Finish, FinishReason, ServiceState, StepOutput
 
 LONG = {"model": MODEL, "prompt": "again ", "max_tokens": 8000, "ignore_eos": True}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "again"}], "ignore_eos": True}
@@ -237,6 +238,20 @@ def test_a_full_queue(start: Start) -> None:
         assert refused.json()["error"]["code"] == "overloaded"
     wait_until("idle", lambda: is_idle(service), 2)
     assert post(service, n=5).status_code == 200
+
+
+def test_what_the_scheduler_refuses_is_not_counted_as_ended(start: Start) -> None:
+    """As what the frontend refuses by itself: a queue may be full of another frontend's requests."""
+    service = start()
+    service.core.paused.set()
+    with ThreadPoolExecutor() as pool:
+        answer = pool.submit(post, service)
+        wait_until("the request is there", lambda: bool(service.core.seen), 5)
+        refusal = Finish(service.core.seen[0].uid, FinishReason.ERROR, "try again later", "overloaded")
+        service.frontend.link.publish(StepOutput(1, finished=[refusal]))
+        assert answer.result().status_code == 503
+    assert outcome(service, "error") == 0
+    assert service.metric("spmd_serve_request_duration_seconds_count") == 0
 
 
 def test_stop_ends_open_streams_with_an_error(start: Start) -> None:

@@ -40,3 +40,11 @@ def test_ordinary_values_are_no_problem() -> None:
     )
     assert everything.problem(50) == ""
     assert "ids from 0 to 49" in SamplingParams(10, logit_bias=((50, 1.0),)).problem(50)
+
+
+@pytest.mark.parametrize("temperature", [1e-6, 1e-39, 5e-324])
+def test_a_temperature_that_would_overflow_logits_is_greedy(temperature: float) -> None:
+    params = SamplingParams(10, temperature, top_k=5)
+    assert params.temperature == 0.0
+    assert not params.is_filtered
+    assert SamplingParams(10, 1e-5).temperature == 1e-5
