@@ -29,12 +29,15 @@ def test_a_wrong_option_is_one_line_of_a_torchrun_job(start_job: StartJob) -> No
     assert error_lines(job) == ["spmd_serve: error: --max-num-seqs is 0; it must be between 1 and 65536"]
     assert job.log.count("Traceback (most") == 1  # torchrun's own
     assert job.log.count("exitcode  : 2") >= 1
+    last = [line for line in job.log.splitlines() if not line.startswith("===")][-1]
+    assert "--max-num-seqs is 0" in last, "torchrun's long traceback ends with the reason"
 
 
 def test_an_address_file_in_no_folder_is_told_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _rank0_options(["--port", "0", "--address-file", str(tmp_path / "none" / "address")]) == (None, 2)
+    config, over = _rank0_options(["--port", "0", "--address-file", str(tmp_path / "none" / "address")])
+    assert config is None and over is not None and over.exit_code == 2
     assert capsys.readouterr().err == f"spmd_serve: error: --address-file: there is no folder {tmp_path / 'none'}\n"
 
 
