@@ -18,6 +18,8 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -31,6 +33,7 @@ from spmd_serve.bench.dummy_core import DummyCore
 from spmd_serve.bench.stats import Timings, quantile
 from spmd_serve.bench.workloads import MAX_TOKEN_ID, parse_range
 from spmd_serve.config import Config, ModelOptions, ServerOptions
+from spmd_serve.errors import ConfigError
 from spmd_serve.frontend.server import Frontend, ProcessFrontend, start_frontend
 from spmd_serve.types import ModelInfo, ServiceState
 
@@ -273,6 +276,17 @@ def measure(args: argparse.Namespace, url: str, cpu_seconds: Callable[[], float]
     return report
 
 
+def _check_reachable(url: str) -> None:
+    """Raises ConfigError where nothing answers."""
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        opener.open(f"{url}/health", timeout=10.0).close()
+    except urllib.error.HTTPError:  # somebody answers; what requests get is in the report
+        pass
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--url {url} cannot be reached ({exc}); give one such as http://127.0.0.1:8000") from None
+
+
 def main(argv: list[str]) -> int:
     """Run the benchmark and print its report; 1 if a request failed."""
     args = make_parser().parse_args(argv)
@@ -286,7 +300,9 @@ def main(argv: list[str]) -> int:
         with dummy_server(args, folder, load_model_config(folder).vocab_size) as server:
             report = measure(args, server.frontend.url, server.cpu_seconds)
     elif args.url:
-        report = measure(args, args.url.rstrip("/"), None)
+        url = args.url.rstrip("/")
+        _check_reachable(url)
+        report = measure(args, url, None)
     else:
         with started_server(args) as url:
             report = measure(args, url, None)

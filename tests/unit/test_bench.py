@@ -96,6 +96,23 @@ def test_the_report_of_a_run() -> None:
     assert report["inter_token_p99_ms"] == pytest.approx(200)
 
 
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["offline", "--no-such-option"], "--no-such-option"),
+        (["offline", "--model", "/no/such"], "--model /no/such"),
+        (["serve", "--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1 cannot be reached"),
+        (["serve", "--url", "localhost"], "such as http://127.0.0.1:8000"),
+    ],
+)
+def test_what_a_user_gave_wrongly_is_one_line(
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("spmd_serve.bench: error: ") and says in error and error.count("\n") == 1
+
+
 def test_the_common_entry(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"offline", "serve", "scheduler", "roofline"} <= benchmarks().keys()
     assert all(benchmarks().values()), "each says what it measures"
