@@ -64,6 +64,16 @@ def test_wrong_use_is_one_line() -> None:
         ("multinode.sh", ["--nnodes", "2"], "--head is missing"),
         ("multinode.sh", ["--model", "x"], "unknown option '--model'"),
         ("multinode.sh", ["--head"], "--head needs a value"),
+        (
+            "multinode.sh",
+            [*["--head", "h", "--nnodes", "1", "--node-rank", "0", "--max-restarts", "x"]],
+            "--max-restarts is 'x'; it must be",
+        ),
+        (
+            "multinode.sh",
+            [*["--head", "h", "--nnodes", "1", "--node-rank", "0", "--wait", "x"]],
+            "--wait is 'x'; it must be a number",
+        ),
         ("multinode.sh", ["--preset", "token-ring"], "there is no "),
     ]:
         env = {**os.environ, "NPROC": "two", "PYTHON": sys.executable}
