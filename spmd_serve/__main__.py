@@ -266,11 +266,16 @@ def _known(value: T | None) -> T:
     return value
 
 
+def default_name(model: str) -> str:
+    """The name in the API: the last part of the path or hub id, also where that is "." or ends with a slash."""
+    return os.path.basename(os.path.abspath(model))
+
+
 def _model_info(config: Config, model: ModelConfig, folder: Path) -> ModelInfo:
     options, cache = config.model, config.cache
     pool = cache.num_pages * _known(cache.page_size) if cache.num_pages else sys.maxsize
     return ModelInfo(
-        name=options.served_model_name or Path(options.model).name,
+        name=options.served_model_name or default_name(options.model),
         folder=options.tokenizer or str(folder),
         max_model_len=_known(options.max_model_len),
         max_request_tokens=min(pool, _known(options.max_model_len)),
