@@ -94,6 +94,8 @@ for number in "$nnodes" "$nproc"; do
     [[ $number =~ ^[1-9][0-9]*$ ]] || die "'$number' is not a number of nodes or ranks, which is 1 or more"
 done
 [[ $port =~ ^[0-9]+$ ]] || die "--port is '$port'; it must be a number"
+[[ $max_restarts =~ ^[0-9]+$ ]] || die "--max-restarts is '$max_restarts'; it must be a number, 0 or more"
+[[ $wait_seconds =~ ^[0-9]+$ ]] || die "--wait is '$wait_seconds'; it must be a number of seconds"
 [[ $node_rank =~ ^[0-9]+$ ]] || die "--node-rank is '$node_rank'; it is 0 on the head and 1, 2, ... on the other nodes"
 
 ensure_python

@@ -29,7 +29,7 @@ pass_signal_on() {
 run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean end or drain, else torchrun's exit code
     local nproc=$1 outcome code cores torchrun signals=0 die_with_parent=()
     shift
-    outcome=$(mktemp -d "${TMPDIR:-/tmp}/spmd_serve.XXXXXX")
+    outcome=$(mktemp -d "${TMPDIR:-/tmp}/spmd_serve.XXXXXX") || die "no folder can be made in ${TMPDIR:-/tmp}; set TMPDIR"
     if [ -z "${OMP_NUM_THREADS:-}" ]; then # else torchrun warns and sets 1
         cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) # nproc minds a batch system's limits
         export OMP_NUM_THREADS=$((cores > nproc ? cores / nproc : 1))

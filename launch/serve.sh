@@ -45,5 +45,7 @@ if [ -z "${NPROC:-}" ]; then
     if [ "$(gpu_count)" -eq 1 ]; then NPROC=1; fi
 fi
 [[ $NPROC =~ ^[1-9][0-9]*$ ]] || die "NPROC is '$NPROC'; it must be the number of ranks, 1 or more"
+MAX_RESTARTS=${MAX_RESTARTS:-0}
+[[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "MAX_RESTARTS is '$MAX_RESTARTS'; it must be a number, 0 or more"
 # --standalone: torchrun's store takes a free port, so two servers on one host never meet.
-run_ranks "$NPROC" --standalone --max-restarts="${MAX_RESTARTS:-0}" -m spmd_serve "$@" || exit $?
+run_ranks "$NPROC" --standalone --max-restarts="$MAX_RESTARTS" -m spmd_serve "$@" || exit $?

@@ -189,6 +189,7 @@ install_everything() { # install_everything SUM EXTRA...
 # ensure_python [EXTRA...]: sets PYTHON, an interpreter that can run spmd_serve (and the extras' tools).
 ensure_python() {
     if [ -n "${PYTHON:-}" ]; then
+        command -v "$PYTHON" >/dev/null || die "there is no interpreter PYTHON=$PYTHON; correct it, or unset it to let .venv be made"
         export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
         "$PYTHON" -c "from importlib.util import find_spec
 missing = [name for name in ('torch', 'transformers', 'fastapi', 'zmq', 'msgspec') if find_spec(name) is None]

@@ -17,10 +17,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from spmd_serve.config import Config, parse_args
-from spmd_serve.distributed.process import leave_process
+from spmd_serve.distributed.process import leave_process, tell_torchrun
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
 from spmd_serve.errors import ConfigError, FrontendError, RankLostError, SpmdServeError
@@ -42,6 +42,13 @@ FRONTEND_STOP_S = 2.0
 PORT_FREE_S = 10.0
 
 
+class _Over(NamedTuple):
+    """The job ends before it begins: there is nothing to run."""
+
+    exit_code: int
+    reason: str
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this rank to its end. Returns its exit code."""
     # Read when torch is imported. Lost connections are told by us.
@@ -54,12 +61,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         if ranks.under_agent:
             die_with_parent()
         config: Config | None = None
-        exit_code: int | None = None  # set: the job ends before it begins
+        over: _Over | None = None
         if ranks.rank == 0:
-            config, exit_code = _rank0_options(sys.argv[1:] if argv is None else argv)
-        if exit_code is not None and ranks.world_size == 1:
-            return exit_code
-        return _run_rank(ranks, config, exit_code, signals)
+            config, over = _rank0_options(sys.argv[1:] if argv is None else argv)
+        if over is not None and ranks.world_size == 1:
+            return over.exit_code
+        return _run_rank(ranks, config, over, signals)
     except Stopped:
         return 0
     except SpmdServeError as exc:
@@ -68,8 +75,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return USER_ERROR
 
 
-def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, int | None]:
-    """The options, or the exit code when there is nothing to run."""
+def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, _Over | None]:
+    """The options, or why there is nothing to run."""
     try:
         config = parse_args(argv)
         _rank0_check_port(config)
@@ -78,9 +85,9 @@ def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, int | None]:
             raise ConfigError(f"--address-file: there is no folder {folder}")
     except ConfigError as exc:
         _say_error(exc)
-        return None, USER_ERROR
+        return None, _Over(USER_ERROR, _one_line(exc))
     except SystemExit as exc:  # --help has been printed
-        return None, int(exc.code or 0)
+        return None, _Over(int(exc.code or 0), "--help")
     return config, None
 
 
@@ -108,10 +115,15 @@ def _rank0_check_port(config: Config) -> None:
 
 
 def _say_error(exc: object) -> None:
-    print("spmd_serve: error:", " ".join(str(exc).split()), file=sys.stderr, flush=True)
+    print("spmd_serve: error:", _one_line(exc), file=sys.stderr, flush=True)
+    tell_torchrun(f"spmd_serve: error: {_one_line(exc)}")
 
 
-def _run_rank(ranks: RankInfo, config: Config | None, exit_code: int | None, signals: StopSignals) -> int:
+def _one_line(exc: object) -> str:
+    return " ".join(str(exc).split())
+
+
+def _run_rank(ranks: RankInfo, config: Config | None, over: _Over | None, signals: StopSignals) -> int:
     """From the meeting of the ranks to their end."""
     from spmd_serve.distributed.beats import Progress
     from spmd_serve.distributed.board import Failure, open_board
@@ -121,10 +133,10 @@ def _run_rank(ranks: RankInfo, config: Config | None, exit_code: int | None, sig
     set_up_logs(config.server.log_level if config else "info", ranks.rank, lambda: progress.step)
     gc.disable()  # until it serves: what is imported and built now stays, and to walk through it takes a tenth of the start
     board = open_board(ranks, lambda: signals.stopped_at)
-    if exit_code is not None:
-        board.fail(Failure(ranks.rank, ranks.hostname, "refused" if exit_code else "help", "see rank 0's message"))
+    if over is not None:
+        board.fail(Failure(ranks.rank, ranks.hostname, "refused" if over.exit_code else "help", over.reason))
         _await_peers(board)
-        return exit_code
+        return over.exit_code
     liveness = Liveness(board, progress, signals)
     stack = ExitStack()
     try:
@@ -254,11 +266,16 @@ def _known(value: T | None) -> T:
     return value
 
 
+def default_name(model: str) -> str:
+    """The name in the API: the last part of the path or hub id, also where that is "." or ends with a slash."""
+    return os.path.basename(os.path.abspath(model))
+
+
 def _model_info(config: Config, model: ModelConfig, folder: Path) -> ModelInfo:
     options, cache = config.model, config.cache
     pool = cache.num_pages * _known(cache.page_size) if cache.num_pages else sys.maxsize
     return ModelInfo(
-        name=options.served_model_name or Path(options.model).name,
+        name=options.served_model_name or default_name(options.model),
         folder=options.tokenizer or str(folder),
         max_model_len=_known(options.max_model_len),
         max_request_tokens=min(pool, _known(options.max_model_len)),

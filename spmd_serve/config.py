@@ -244,6 +244,8 @@ def _check_combinations(config: Config) -> None:
             f"--host {server.host} is reachable from other machines: give --api-key (or SPMD_SERVE_API_KEY), "
             "or --no-api-key if everyone who can reach it may use it"
         )
+    if server.api_key is not None and (not server.api_key or server.api_key != server.api_key.strip()):
+        raise ConfigError("--api-key is empty, or begins or ends with white space; give another one")
     if server.api_key is not None and server.no_api_key:
         raise ConfigError("--api-key and --no-api-key contradict each other; give one of them")
 

@@ -149,8 +149,13 @@ class LLM:
 
         Raises:
             RequestError: a prompt cannot be served (too long, say, or its params are wrong); the others have ended.
+            TypeError, ValueError: prompts is one text, or params are not as many as prompts.
         """
+        if isinstance(prompts, str):
+            raise TypeError("prompts is one text, where a sequence of them is expected; give [prompt]")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
+        if len(each) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts, but {len(each)} params; give one for each, or one for all")
         results: dict[int, Generation] = {}
         requests = []
         refusal = ""

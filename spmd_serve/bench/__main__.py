@@ -8,6 +8,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from spmd_serve.distributed.process import tell_torchrun
+from spmd_serve.errors import ConfigError, ModelError
+
 
 def benchmarks() -> dict[str, str]:
     """Name -> first line of its docstring, of the modules beside this one that have a main(argv); imports none."""
@@ -33,7 +36,13 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] not in known:
         print(f"spmd_serve.bench: there is no benchmark '{argv[0]}'; there are\n{listing}", file=sys.stderr)
         return 2
-    return int(importlib.import_module(f"spmd_serve.bench.{argv[0]}").main(argv[1:]))
+    try:
+        return int(importlib.import_module(f"spmd_serve.bench.{argv[0]}").main(argv[1:]))
+    except (ConfigError, ModelError) as exc:  # what the user gave cannot be measured
+        message = "spmd_serve.bench: error: " + " ".join(str(exc).split())
+        print(message, file=sys.stderr, flush=True)
+        tell_torchrun(message)
+        return 2
 
 
 if __name__ == "__main__":

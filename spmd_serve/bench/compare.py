@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import random
+import shutil
 import signal
 import socket
 import subprocess
@@ -30,9 +31,11 @@ from tokenizers import Tokenizer
 
 from spmd_serve.bench.serve import run_clients, started_server
 from spmd_serve.bench.stats import Timings
+from spmd_serve.bench.workloads import parse_count
 from spmd_serve.config import DEFAULT_MODEL, ModelOptions
 from spmd_serve.distributed.ranks import RankInfo, threads_per_rank
 from spmd_serve.engine.build import pick_dtype
+from spmd_serve.errors import ConfigError
 from spmd_serve.models.registry import load_model_config
 from spmd_serve.models.resolve import resolve_model
 
@@ -77,15 +80,15 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--peer-args", default="", help="more options for the peer, in one string")
     parser.add_argument("--model", default=DEFAULT_MODEL)
     parser.add_argument("--dtype", default="auto", help="compute type of both (default: what spmd_serve takes here)")
-    parser.add_argument("--threads", type=int, help="CPU threads of each server in all (default: all cores)")
+    parser.add_argument("--threads", type=parse_count, help="CPU threads of each server in all (default: all cores)")
     parser.add_argument(
-        "--ranks", type=int, default=1, help="ranks of spmd_serve, which share the threads (default: 1)"
+        "--ranks", type=parse_count, default=1, help="ranks of spmd_serve, which share the threads (default: 1)"
     )
     parser.add_argument("--server-args", default="", help="more options for spmd_serve, in one string")
-    parser.add_argument("--streams", type=int, default=16, help="requests at once (default: 16)")
-    parser.add_argument("--prompt-tokens", type=int, default=128)
-    parser.add_argument("--output-tokens", type=int, default=64)
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--streams", type=parse_count, default=16, help="requests at once (default: 16)")
+    parser.add_argument("--prompt-tokens", type=parse_count, default=128)
+    parser.add_argument("--output-tokens", type=parse_count, default=64)
+    parser.add_argument("--rounds", type=parse_count, default=3)
     parser.add_argument("--json", action="store_true", help="print the report as one JSON line")
     return parser
 
@@ -226,6 +229,10 @@ def _ignore(events: int) -> None:
 def main(argv: list[str]) -> int:
     """Run the rounds and print the table."""
     args = make_parser().parse_args(argv)
+    if shutil.which(args.peer) is None:
+        raise ConfigError(
+            f"--peer {args.peer} is no program; give the path of `transformers` in an environment that can serve"
+        )
     args.threads = args.threads or threads_per_rank(RankInfo())
     folder = resolve_model(ModelOptions(model=args.model), RankInfo())
     dtype = str(pick_dtype(args.dtype, load_model_config(folder), torch.device("cpu"))).removeprefix("torch.")

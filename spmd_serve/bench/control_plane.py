@@ -17,6 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from spmd_serve.bench.stats import quantile
+from spmd_serve.bench.workloads import parse_count
 from spmd_serve.config import parse_args
 from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.channel import StepChannel
@@ -34,7 +35,7 @@ def main(argv: Sequence[str]) -> int:
     """Run the jobs and print their tables."""
     parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench control_plane", description=__doc__)
     parser.add_argument("--ranks", default="2,4", help="rank counts, with commas (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=400, help="exchanges of each size (default: %(default)s)")
+    parser.add_argument("--rounds", type=parse_count, default=400, help="exchanges of each size (default: %(default)s)")
     parser.add_argument("--batch", default="1,16", help="sequences that decode, with commas (default: %(default)s)")
     parser.add_argument("--decode-tokens", type=int, default=32, help="of each sequence (default: %(default)s)")
     parser.add_argument("--no-decode", action="store_true", help="leave out the decode steps (they need a model)")

@@ -17,7 +17,7 @@ from statistics import median
 from typing import Any
 
 from spmd_serve.bench.stats import quantile
-from spmd_serve.bench.workloads import Workload, decode, make_workload, offline_256, parse_range
+from spmd_serve.bench.workloads import Workload, decode, make_workload, offline_256, parse_count, parse_range
 from spmd_serve.distributed.ranks import rank_info
 from spmd_serve.llm import LLM, Generation
 from spmd_serve.types import SamplingParams
@@ -32,15 +32,17 @@ def make_parser() -> argparse.ArgumentParser:
         epilog="Options that are not listed go to the engine (python -m spmd_serve --help).",
         allow_abbrev=False,
     )
-    parser.add_argument("--batch-size", type=int, help="decode: so many requests of equal length at once")
-    parser.add_argument("--requests", type=int, help="requests of lengths from the ranges below (default: offline-256)")
+    parser.add_argument("--batch-size", type=parse_count, help="decode: so many requests of equal length at once")
+    parser.add_argument(
+        "--requests", type=parse_count, help="requests of lengths from the ranges below (default: offline-256)"
+    )
     parser.add_argument("--prompt-tokens", type=parse_range, help="N, or LOW,HIGH for random lengths")
     parser.add_argument("--output-tokens", type=parse_range, help="N, or LOW,HIGH for random lengths")
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and prompts (default: 0)")
-    parser.add_argument("--repeat", type=int, default=1, help="runs, with new prompts each (default: 1)")
+    parser.add_argument("--repeat", type=parse_count, default=1, help="runs, with new prompts each (default: 1)")
     parser.add_argument("--json", action="store_true", help="print each run as one JSON line")
     return parser
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from spmd_serve.assembly import make_plan
-from spmd_serve.bench.workloads import Workload, decode, make_workload, offline_256
+from spmd_serve.bench.workloads import Workload, decode, make_workload, offline_256, parse_count
 from spmd_serve.config import parse_args
 from spmd_serve.distributed.ranks import rank_info
 from spmd_serve.models.model_config import ModelConfig
@@ -187,7 +187,7 @@ def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m spmd_serve.bench roofline", description=__doc__, allow_abbrev=False
     )
-    parser.add_argument("--ranks", type=int, default=1, help="GPUs that share the model (default: 1)")
+    parser.add_argument("--ranks", type=parse_count, default=1, help="GPUs that share the model (default: 1)")
     parser.add_argument("--bandwidth", type=float, help="GB/s of one device (default: measured)")
     parser.add_argument("--tflops", type=float, help="TFLOP/s of one device (default: measured)")
     parser.add_argument("--json", action="store_true", help="print one JSON line per workload")

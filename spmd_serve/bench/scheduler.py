@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass, replace
 from statistics import median
 
 from spmd_serve.bench.stats import quantile
+from spmd_serve.bench.workloads import parse_count
 from spmd_serve.config import SchedulerOptions
 from spmd_serve.scheduler.digest import RollingDigest
 from spmd_serve.scheduler.scheduler import Scheduler
@@ -146,7 +147,7 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--cached-pages", type=int, nargs="*", default=[1_000, 10_000, 100_000], help="pages in the prefix cache"
     )
-    parser.add_argument("--steps", type=int, default=200, help="steps measured in each state")
+    parser.add_argument("--steps", type=parse_count, default=200, help="steps measured in each state")
     parser.add_argument("--digest", choices=("every-step", "sampled", "off"), default="every-step")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")

@@ -18,6 +18,8 @@ import sys
 import tempfile
 import threading
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -29,8 +31,9 @@ import msgspec
 from spmd_serve.bench.client import Job
 from spmd_serve.bench.dummy_core import DummyCore
 from spmd_serve.bench.stats import Timings, quantile
-from spmd_serve.bench.workloads import MAX_TOKEN_ID, parse_range
+from spmd_serve.bench.workloads import MAX_TOKEN_ID, parse_count, parse_range
 from spmd_serve.config import Config, ModelOptions, ServerOptions
+from spmd_serve.errors import ConfigError
 from spmd_serve.frontend.server import Frontend, ProcessFrontend, start_frontend
 from spmd_serve.types import ModelInfo, ServiceState
 
@@ -43,13 +46,13 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--url", help="server to load (default: start one)")
     parser.add_argument("--api-key", default=os.environ.get("SPMD_SERVE_API_KEY", ""))
     parser.add_argument("--model", help="model of the server to start (default: the bundled one)")
-    parser.add_argument("--ranks", type=int, default=1, help="ranks of the server to start (default: 1)")
+    parser.add_argument("--ranks", type=parse_count, default=1, help="ranks of the server to start (default: 1)")
     parser.add_argument("--server-args", default="", help="more options for the server to start, in one string")
     parser.add_argument("--dummy-engine", action="store_true", help="measure the frontend alone")
     parser.add_argument("--dummy-rate", type=float, default=20_000, help="tokens/s of the dummy engine, 0: unlimited")
     parser.add_argument("--frontend", default="thread", help="thread, process or process:N (with --dummy-engine)")
-    parser.add_argument("--streams", type=int, default=16, help="requests open at once (default: 16)")
-    parser.add_argument("--requests", type=int, help="requests in all (default: as many as streams)")
+    parser.add_argument("--streams", type=parse_count, default=16, help="requests open at once (default: 16)")
+    parser.add_argument("--requests", type=parse_count, help="requests in all (default: as many as streams)")
     lengths = "N, or LOW,HIGH for random lengths (default: %(default)s)"
     parser.add_argument("--prompt-tokens", type=parse_range, default="128", help=lengths)
     parser.add_argument("--output-tokens", type=parse_range, default="64", help=lengths)
@@ -58,7 +61,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and lengths")
-    parser.add_argument("--clients", type=int, default=2, help="client processes (default: 2)")
+    parser.add_argument("--clients", type=parse_count, default=2, help="client processes (default: 2)")
     parser.add_argument("--warmup", type=int, default=2, help="requests before the measured ones (default: 2)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON line")
     return parser
@@ -273,6 +276,17 @@ def measure(args: argparse.Namespace, url: str, cpu_seconds: Callable[[], float]
     return report
 
 
+def _check_reachable(url: str) -> None:
+    """Raises ConfigError where nothing answers."""
+    try:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+        opener.open(f"{url}/health", timeout=10.0).close()
+    except urllib.error.HTTPError:  # somebody answers; what requests get is in the report
+        pass
+    except (OSError, ValueError) as exc:
+        raise ConfigError(f"--url {url} cannot be reached ({exc}); give one such as http://127.0.0.1:8000") from None
+
+
 def main(argv: list[str]) -> int:
     """Run the benchmark and print its report; 1 if a request failed."""
     args = make_parser().parse_args(argv)
@@ -286,7 +300,9 @@ def main(argv: list[str]) -> int:
         with dummy_server(args, folder, load_model_config(folder).vocab_size) as server:
             report = measure(args, server.frontend.url, server.cpu_seconds)
     elif args.url:
-        report = measure(args, args.url.rstrip("/"), None)
+        url = args.url.rstrip("/")
+        _check_reachable(url)
+        report = measure(args, url, None)
     else:
         with started_server(args) as url:
             report = measure(args, url, None)

@@ -30,6 +30,14 @@ class Workload:
         return [[rng.randrange(MAX_TOKEN_ID) for _ in range(prompt)] for prompt, _ in self.lengths]
 
 
+def parse_count(text: str) -> int:
+    """'8' -> 8, of what there must be at least one."""
+    count = int(text) if text.isdecimal() else 0
+    if count < 1:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of 1 or more")
+    return count
+
+
 def parse_range(text: str) -> tuple[int, int]:
     """'100,1024' -> (100, 1024), both inclusive; '128' -> (128, 128)."""
     low, _, high = text.partition(",")

@@ -16,15 +16,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 
-from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
 from spmd_serve.config import ControlOptions
 from spmd_serve.distributed.beats import SLOW_S, TICK_S, Beat, Messenger, Progress
 from spmd_serve.distributed.board import Board, Failure, Peer
 from spmd_serve.distributed.channel import is_peer_error, is_timeout
-from spmd_serve.distributed.process import is_dead, leave_process, parent_of
+from spmd_serve.distributed.process import is_dead, leave_process, parent_of, tell_torchrun
 from spmd_serve.distributed.signals import StopSignals
-from spmd_serve.errors import RankLostError, SpmdServeError
+from spmd_serve.errors import SpmdServeError
 from spmd_serve.types import ServicePhase
 
 logger = logging.getLogger(__name__)
@@ -298,8 +296,8 @@ class Liveness:
         if not is_own and (self._own.rank == 0 or found_here):  # else the main thread speaks
             logger.error("%s", failure)
             self.spoken = True
-        if failure.exit_code == 1:
-            _record_for_torchrun(failure)
+        if failure.exit_code:
+            tell_torchrun(str(failure), failure.details)  # all ranks name the culprit, whichever torchrun asks
         if self._own.rank == 0:
             self.on_failure(str(failure))
         self._settled.set()
@@ -314,15 +312,6 @@ class Liveness:
 def holds_up(beats: Mapping[int, Beat]) -> int:
     """The rank that the others wait for: one that is not itself inside a collective, or else the one furthest behind."""
     return min(beats, key=lambda rank: (beats[rank].waits or not beats[rank].busy, beats[rank].step, rank))
-
-
-def _record_for_torchrun(failure: Failure) -> None:
-    """torchrun ends its log with the error file of the rank that it takes for the first one: all ranks name the culprit."""
-    if os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        try:
-            raise RankLostError(f"{failure}\n{failure.details}")
-        except RankLostError as exc:
-            get_error_handler().record_exception(exc)
 
 
 def _exit_after(seconds: float, code: int, why: str) -> None:

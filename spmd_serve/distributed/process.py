@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import sys
+import time
 from pathlib import Path
 from typing import NoReturn
 
@@ -17,6 +19,15 @@ def leave_process(code: int) -> NoReturn:
         ):  # None if closed at the start; its reader is gone
             stream.flush()
     os._exit(code)
+
+
+def tell_torchrun(message: str, details: str = "") -> None:
+    """Leave word of why this rank fails where torchrun looks for it: its log ends with that of the rank that failed first."""
+    file = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if file:
+        extra = {"py_callstack": f"{message}\n{details}".rstrip(), "timestamp": str(int(time.time()))}
+        with contextlib.suppress(OSError):  # torchrun then says that it knows no reason
+            Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
 def is_dead(pid: int) -> bool:

@@ -105,8 +105,12 @@ def _pick_attention(requested: str, model: ModelConfig, *, gpu: bool) -> str:
     """flashinfer or torch.
 
     Raises:
-        ConfigError: FlashInfer was asked for, and has no prefill kernel for the model's heads.
+        ConfigError: FlashInfer was asked for, and there is no GPU, or no prefill kernel for the model's heads.
     """
+    if requested == "flashinfer" and not gpu:
+        raise ConfigError(
+            "--attention flashinfer needs an NVIDIA GPU; give --attention torch, or leave the option away"
+        )
     fits = model.head_dim in _FLASHINFER_HEAD_DIMS
     if requested == "flashinfer" and not fits:
         raise ConfigError(

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, write_tokenizer
 from torchrun_job import Job
 
-from spmd_serve.__main__ import _rank0_options
+from spmd_serve.__main__ import _rank0_options, default_name
 
 StartJob = Callable[..., Job]
 TWO = [{}, {}]
@@ -29,13 +29,33 @@ def test_a_wrong_option_is_one_line_of_a_torchrun_job(start_job: StartJob) -> No
     assert error_lines(job) == ["spmd_serve: error: --max-num-seqs is 0; it must be between 1 and 65536"]
     assert job.log.count("Traceback (most") == 1  # torchrun's own
     assert job.log.count("exitcode  : 2") >= 1
+    last = [line for line in job.log.splitlines() if not line.startswith("===")][-1]
+    assert "--max-num-seqs is 0" in last, "torchrun's long traceback ends with the reason"
 
 
 def test_an_address_file_in_no_folder_is_told_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert _rank0_options(["--port", "0", "--address-file", str(tmp_path / "none" / "address")]) == (None, 2)
+    config, over = _rank0_options(["--port", "0", "--address-file", str(tmp_path / "none" / "address")])
+    assert config is None and over is not None and over.exit_code == 2
     assert capsys.readouterr().err == f"spmd_serve: error: --address-file: there is no folder {tmp_path / 'none'}\n"
+
+
+@pytest.mark.parametrize("key", ["", " secret", "secret\n"])
+def test_a_key_that_guards_nothing_or_fits_nobody(key: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """An empty one, as of a variable that is not set, would let in all who send none."""
+    _, over = _rank0_options(["--port", "0", "--host", "0.0.0.0", "--api-key", key])
+    assert over is not None and over.exit_code == 2
+    assert "--api-key is empty, or begins or ends with" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("model", "name"), [(".", "folder"), ("../folder/", "folder"), ("Qwen/Qwen3-8B", "Qwen3-8B"), ("x.gguf", "x.gguf")]
+)
+def test_the_name_of_a_model(model: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "folder").mkdir()
+    monkeypatch.chdir(tmp_path / "folder")
+    assert default_name(model) == name
 
 
 def test_help_is_printed_once(start_job: StartJob) -> None:

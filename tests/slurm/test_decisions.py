@@ -6,7 +6,8 @@ import re
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster, Job
+from slurm_cluster import Cluster, Job, processes
+from support.server import wait_until
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
 
@@ -54,3 +55,12 @@ def test_a_server_that_does_not_get_ready_fails_the_job(cluster: Cluster) -> Non
     job = cluster.submit("--nodes=2", PYTHON=STAND_IN, STAND_IN="deaf", START_TIMEOUT="1")
     job.wait_state("FAILED", seconds=30)
     assert "was not ready within 1 s; last: <urlopen error [Errno 111] Connection refused>" in job.log
+
+
+def test_a_job_that_ends_before_it_is_ready_leaves_nothing_behind(cluster: Cluster) -> None:
+    """Where SLURM tracks processes by their parents alone, whoever still polls would go on for START_TIMEOUT."""
+    job = cluster.submit("--nodes=1", server=("--model", "/no/such/model"), MAX_RESTARTS="0")
+    job.wait_state("FAILED", seconds=60)
+    assert "was not ready" not in job.log
+    own = {"SPMD_SERVE_TEST": str(cluster.folder), "SLURM_JOB_ID": job.number}
+    wait_until("no process is left", lambda: not processes(**own), 10)

@@ -87,6 +87,15 @@ def test_options_choose_the_workload() -> None:
             parse_range(text)
 
 
+@pytest.mark.parametrize(
+    "options", ["offline --batch-size 0", "serve --streams 0", "trace --steps x", "offline --repeat -1"]
+)
+def test_counts_are_one_or_more(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(options.split())
+    assert "is not a number of 1 or more" in capsys.readouterr().err
+
+
 def test_the_report_of_a_run() -> None:
     results = [Generation([1], [5, 6, 7], [10.1, 10.2, 10.4]), Generation([1], [8, 9], [10.3, 10.4])]
     report = report_of(Workload("w", ((1, 3), (1, 2))), results, began=10.0, wall=0.5)
@@ -94,6 +103,24 @@ def test_the_report_of_a_run() -> None:
     assert report["output_tokens_per_s"] == 10.0
     assert report["ttft_p99_ms"] == pytest.approx(300)
     assert report["inter_token_p99_ms"] == pytest.approx(200)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (["offline", "--no-such-option"], "--no-such-option"),
+        (["offline", "--model", "/no/such"], "--model /no/such"),
+        (["serve", "--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1 cannot be reached"),
+        (["compare", "--peer", "/no/such/program"], "--peer /no/such/program is no program"),
+        (["serve", "--url", "localhost"], "such as http://127.0.0.1:8000"),
+    ],
+)
+def test_what_a_user_gave_wrongly_is_one_line(
+    options: list[str], says: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("spmd_serve.bench: error: ") and says in error and error.count("\n") == 1
 
 
 def test_the_common_entry(capsys: pytest.CaptureFixture[str]) -> None:

@@ -54,3 +54,5 @@ def test_heads_that_flashinfer_does_not_know() -> None:
 
 def test_a_cpu_has_torch_attention_and_no_graphs() -> None:
     assert resolved(MODEL, torch.device("cpu")) == resolved(ODD_HEADS, torch.device("cpu")) == ("torch", False)
+    with pytest.raises(ConfigError, match="--attention flashinfer needs an NVIDIA GPU"):
+        resolved(MODEL, torch.device("cpu"), attention="flashinfer")

@@ -64,6 +64,16 @@ def test_wrong_use_is_one_line() -> None:
         ("multinode.sh", ["--nnodes", "2"], "--head is missing"),
         ("multinode.sh", ["--model", "x"], "unknown option '--model'"),
         ("multinode.sh", ["--head"], "--head needs a value"),
+        (
+            "multinode.sh",
+            [*["--head", "h", "--nnodes", "1", "--node-rank", "0", "--max-restarts", "x"]],
+            "--max-restarts is 'x'; it must be",
+        ),
+        (
+            "multinode.sh",
+            [*["--head", "h", "--nnodes", "1", "--node-rank", "0", "--wait", "x"]],
+            "--wait is 'x'; it must be a number",
+        ),
         ("multinode.sh", ["--preset", "token-ring"], "there is no "),
     ]:
         env = {**os.environ, "NPROC": "two", "PYTHON": sys.executable}
@@ -71,6 +81,23 @@ def test_wrong_use_is_one_line() -> None:
         assert done.returncode == 1
         assert len(done.stderr.splitlines()) == 1
         assert says in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "says"),
+    [
+        ("PYTHON", "/no/such/python", "there is no interpreter PYTHON=/no/such/python"),
+        ("TMPDIR", "/no/such/folder", "no folder can be made in /no/such/folder; set TMPDIR"),
+        ("MAX_RESTARTS", "x", "MAX_RESTARTS is 'x'; it must be a number"),
+    ],
+)
+def test_a_wrong_variable_ends_the_start(name: str, value: str, says: str) -> None:
+    env = {**os.environ, "PYTHON": sys.executable, name: value}
+    done = subprocess.run(
+        [LAUNCH / "serve.sh", "--help-is-not-asked"], env=env, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith(f"[launch] error: {says}")
 
 
 # ---- which torch ----------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -35,5 +36,9 @@ def test_the_tokenizer_that_was_asked_for_cuts_no_prompt_and_pads_none(tmp_path:
         (result,) = llm.generate(["t5 t6 t7 t8 t9"], SamplingParams(max_tokens=2, temperature=0.0))
         assert result.prompt_ids == [5, 6, 7, 8, 9]
         assert result.text.split() == [f"t{i}" for i in result.token_ids]
+        with pytest.raises(TypeError, match=r"give \[prompt\]"):  # not a generation for each of its letters
+            llm.generate("t5 t6", SamplingParams(max_tokens=1))
+        with pytest.raises(ValueError, match="2 prompts, but 1 params"):
+            llm.generate([[1], [2]], [SamplingParams(max_tokens=1)])
     finally:
         llm.close()
