@@ -25,7 +25,7 @@ from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, 
 from spmd_serve.distributed.signals import Stopped, StopSignals
 from spmd_serve.errors import ConfigError, FrontendError, RankLostError, SpmdServeError
 from spmd_serve.logs import set_up_logs
-from spmd_serve.types import ModelInfo, ServiceState
+from spmd_serve.types import ModelInfo, ServiceState, StepOutput
 
 if TYPE_CHECKING:
     from spmd_serve.distributed.beats import Progress
@@ -233,6 +233,8 @@ def _serve(
     )
     _begin(board, liveness, config, frontend.link.wake if frontend else lambda: None)
     if frontend:
+        # /metrics knows the pages as soon as the service is ready: the first step may be a heartbeat away.
+        frontend.link.publish(StepOutput(0, stats=assembly.scheduler.stats()))
         frontend.link.set_state(ServiceState.READY)
         _rank0_say_ready(frontend.url, info.name, config, time.monotonic() - started)
     gc.freeze()  # and no collection walks through it later, which would hold a step up for tens of milliseconds

@@ -6,9 +6,10 @@ import os
 import signal
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 from torchrun_job import Job, wait_until
 
@@ -87,3 +88,9 @@ def test_sigterm_to_one_rank_drains_the_job(job: Job) -> None:
     assert job.await_end(25) == 0
     assert job.log.count("stopped: all 2 ranks") == 1
     assert "Traceback" not in job.log
+
+
+def test_metrics_know_the_pages_as_soon_as_the_service_is_ready(start_job: Callable[..., Job]) -> None:
+    job = start_job("--num-pages", "64", "--heartbeat-interval", "30", "--control-timeout", "90").await_ready()
+    metrics = httpx.get(f"{job.url}/metrics", timeout=5, verify=False).text
+    assert 'spmd_serve_kv_pages{state="free"} 64.0' in metrics.splitlines()
