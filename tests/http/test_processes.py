@@ -10,7 +10,7 @@ import subprocess
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import httpx
@@ -41,6 +41,18 @@ def service() -> Iterator[FakeService]:
 def pids(service: FakeService) -> list[int]:
     assert isinstance(service.frontend, ProcessFrontend)
     return service.frontend.pids
+
+
+async def ends_after(service: FakeService, fault: Callable[[], object], within_s: float = 20) -> list[str]:
+    """How 12 streams end that are open when `fault` is called: their texts, or the names of the clients' errors."""
+    async with httpx.AsyncClient(timeout=20) as client:
+        posts = [client.post(f"{service.url}/v1/completions", json=LONG) for _ in range(12)]
+        tasks = [asyncio.create_task(post) for post in posts]
+        while service.core.busy < 12 or service.core.tokens < 24:
+            await asyncio.sleep(0.01)
+        fault()
+        results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), within_s)
+        return [r.text if isinstance(r, httpx.Response) else type(r).__name__ for r in results]
 
 
 def test_both_serve_and_their_metrics_are_summed(service: FakeService) -> None:
@@ -118,18 +130,7 @@ def test_a_stopped_child_ends_all_requests_once() -> None:
 
     service.frontend._on_death = die
     try:
-
-        async def run() -> list[str]:
-            async with httpx.AsyncClient(timeout=20) as client:
-                posts = [client.post(f"{service.url}/v1/completions", json=LONG) for _ in range(12)]
-                tasks = [asyncio.create_task(post) for post in posts]
-                while service.core.busy < 12 or service.core.tokens < 24:
-                    await asyncio.sleep(0.01)
-                os.kill(pids(service)[0], signal.SIGSTOP)
-                results = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 6)
-                return [r.text if isinstance(r, httpx.Response) else type(r).__name__ for r in results]
-
-        ends = asyncio.run(run())
+        ends = asyncio.run(ends_after(service, lambda: os.kill(pids(service)[0], signal.SIGSTOP), within_s=6))
         (reason,) = deaths
         assert "process 0 has given no sign of life" in reason
         assert all(end == "RemoteProtocolError" or end.count(reason) == 1 for end in ends), ends
@@ -150,17 +151,10 @@ def test_a_thread_that_cannot_start_leaves_nothing(tmp_path: Path) -> None:
 def test_failure_reaches_streams_in_all_processes() -> None:
     service = start_fake(Config(server=ServerOptions(frontend="process:2")), step_interval=0.005)
     try:
-
-        async def run() -> list[str]:
-            async with httpx.AsyncClient(timeout=20) as client:
-                posts = [client.post(f"{service.url}/v1/completions", json=LONG) for _ in range(12)]
-                tasks = [asyncio.create_task(post) for post in posts]
-                while service.core.busy < 12 or service.core.tokens < 24:
-                    await asyncio.sleep(0.01)
-                service.frontend.link.set_state(ServiceState.FAILED, "rank 3 is gone")
-                return [response.text for response in await asyncio.gather(*tasks)]
-
-        assert all("rank 3 is gone" in text for text in asyncio.run(run()))
+        ends = asyncio.run(
+            ends_after(service, lambda: service.frontend.link.set_state(ServiceState.FAILED, "rank 3 is gone"))
+        )
+        assert all("rank 3 is gone" in text for text in ends)
     finally:
         service.close()
 

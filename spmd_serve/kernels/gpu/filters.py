@@ -68,27 +68,21 @@ def _largest(row, parts, width, part_stride, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def _count_above(row, parts, width, part_stride, a, b, c, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """How many keys are at least a, b and c, which are above that of -inf."""
-    lanes = tl.arange(0, BLOCK)
-    above_a = tl.zeros((BLOCK,), tl.int32)
-    above_b = tl.zeros((BLOCK,), tl.int32)
-    above_c = tl.zeros((BLOCK,), tl.int32)
-    for part in range(parts):
-        for start in tl.range(0, width, BLOCK, num_stages=STAGES):
-            at = start + lanes
-            keys = _keys(
-                tl.load(row + part * part_stride.to(tl.int64) + at, mask=at < width, other=float("-inf")), SHIFT
-            )
-            above_a += (keys >= a).to(tl.int32)
-            above_b += (keys >= b).to(tl.int32)
-            above_c += (keys >= c).to(tl.int32)
-    return tl.sum(above_a, axis=0), tl.sum(above_b, axis=0), tl.sum(above_c, axis=0)
-
-
-@triton.jit
-def _weigh_above(row, parts, width, part_stride, largest, inverse, a, b, c, SHIFT: tl.constexpr, BLOCK: tl.constexpr):
-    """The sums of exp((logit - largest) * inverse) over the keys above a, b and c, of which a is the lowest."""
+def _above(
+    row,
+    parts,
+    width,
+    part_stride,
+    largest,
+    inverse,
+    a,
+    b,
+    c,
+    WEIGH: tl.constexpr,
+    SHIFT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Over the keys above a, b and c, of which a is the lowest: the sums of exp((logit - largest) * inverse), or how many."""
     lanes = tl.arange(0, BLOCK)
     above_a = tl.zeros((BLOCK,), tl.float32)
     above_b = tl.zeros((BLOCK,), tl.float32)
@@ -101,7 +95,10 @@ def _weigh_above(row, parts, width, part_stride, largest, inverse, a, b, c, SHIF
             )
             keys = _keys(logits, SHIFT)
             if tl.max(keys, axis=0) > a:  # most blocks have nothing there
-                weights = tl.exp((logits - largest) * inverse)
+                if WEIGH:
+                    weights = tl.exp((logits - largest) * inverse)
+                else:
+                    weights = tl.full((BLOCK,), 1.0, tl.float32)
                 above_a += tl.where(keys > a, weights, 0.0)
                 above_b += tl.where(keys > b, weights, 0.0)
                 above_c += tl.where(keys > c, weights, 0.0)
@@ -129,16 +126,17 @@ def _lowest_kept(
         top = _keys(largest, SHIFT).to(tl.int64)
         kept = bottom  # the lowest key that is kept
         if k > 0:
-            # The largest key that k or more are not below. Of those above `high` there are fewer.
+            # The largest key that k or more are not below. Above `high` there are fewer.
             high = top
             while kept < high:
                 step = (high - kept) // 4 + 1
                 a = kept + step
                 b = tl.minimum(a + step, high + 1)
                 c = tl.minimum(b + step, high + 1)
-                count_a, count_b, count_c = _count_above(
-                    row, parts, width, part_stride, a.to(tl.int32), b.to(tl.int32), c.to(tl.int32), SHIFT, BLOCK
-                )
+                count_a, count_b, count_c = _above(
+                    row, parts, width, part_stride, largest, inverse,
+                    (a - 1).to(tl.int32), (b - 1).to(tl.int32), (c - 1).to(tl.int32), False, SHIFT, BLOCK,
+                )  # fmt: skip
                 if count_c >= k:
                     kept = c
                 elif count_b >= k:
@@ -152,12 +150,14 @@ def _lowest_kept(
         if p < 1:
             # What the k best weigh: of those that share the last place, as many as there is room for.
             last = kept.to(tl.int32)
-            weight, _b, _c = _weigh_above(
-                row, parts, width, part_stride, largest, inverse, last - 1, last, last, SHIFT, BLOCK
+            weight, _b, _c = _above(
+                row, parts, width, part_stride, largest, inverse, last - 1, last, last, True, SHIFT, BLOCK
             )
             if kept > bottom:
-                count, _same_b, _same_c = _count_above(row, parts, width, part_stride, last, last, last, SHIFT, BLOCK)
-                weight -= (count - k).to(tl.float32) * tl.exp((_logit_of(last, SHIFT) - largest) * inverse)
+                count, _b, _c = _above(
+                    row, parts, width, part_stride, largest, inverse, last - 1, last, last, False, SHIFT, BLOCK
+                )
+                weight -= (count - k) * tl.exp((_logit_of(last, SHIFT) - largest) * inverse)
             share = p * weight
             # The lowest key that has less than the share above it. `high` has.
             high = top
@@ -166,9 +166,9 @@ def _lowest_kept(
                 a = kept + step - 1
                 b = tl.minimum(a + step, high)
                 c = tl.minimum(b + step, high)
-                weight_a, weight_b, weight_c = _weigh_above(
+                weight_a, weight_b, weight_c = _above(
                     row, parts, width, part_stride, largest, inverse, a.to(tl.int32), b.to(tl.int32), c.to(tl.int32),
-                    SHIFT, BLOCK,
+                    True, SHIFT, BLOCK,
                 )  # fmt: skip
                 if weight_a < share:
                     high = a

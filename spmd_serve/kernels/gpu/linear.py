@@ -76,14 +76,9 @@ def skinny_linear(
     config = choose_config(tokens, features, in_features, gated=gated, normed=scale is not None)
     if config is None:
         return None
-    if isinstance(config, GemvConfig):
-        out = gemv(x, weight, bias, scale, eps, activation, residual, config)
-    else:
-        done = mma(x, weight, bias, scale, eps, activation, residual, config)
-        if done is None:
-            return None
-        out = done
-    return out if following is None else rms_norm(out, following.scale, following.eps)
+    arguments = x, weight, bias, scale, eps, activation, residual
+    out = gemv(*arguments, config) if isinstance(config, GemvConfig) else mma(*arguments, config)
+    return out if out is None or following is None else rms_norm(out, following.scale, following.eps)
 
 
 # Beyond these the matrix library is as fast: measured on an H200.
