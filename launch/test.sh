@@ -58,14 +58,15 @@ trap '[ "${#beside[@]}" -eq 0 ] || kill "${beside[@]}" 2>/dev/null || true; rm -
 start_beside() { # start_beside NAME COMMAND...: `check NAME finish_beside NAME` later
     local name=$1
     shift
-    { nice "$@" >"$logs/$name" 2>&1 || echo $? >"$logs/$name.code"; } &
+    nice "$@" >"$logs/$name" 2>&1 &
     beside+=("$!")
 }
 finish_beside() {
-    wait "${beside[0]}" || true
+    local code=0
+    wait "${beside[0]}" || code=$?
     beside=("${beside[@]:1}")
     cat "$logs/$1"
-    [ ! -e "$logs/$1.code" ]
+    return "$code"
 }
 start_beside types "$PYTHON" -m mypy
 if [ $# -eq 0 ] && site=$(triton_site); then
