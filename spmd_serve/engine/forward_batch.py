@@ -19,7 +19,8 @@ class ForwardBatch:
 
     Attributes:
         tokens, positions, kv_locations: int64 [tokens].
-        sample_rows: int64 [sampled], the packed rows from whose hidden state a token is drawn; None means all, in order.
+        kept: int64 [sampled], the packed rows from whose hidden state a token is drawn; None means all, in order. If no
+            token is drawn, one row nevertheless, so that no kernel meets an empty tensor.
         sample_slots: int64 [sampled].
         sample_slots_host: the same on the host.
         chunk_ends: int64 [2, chunks]: slots of the chunks and the rows' lengths after this step.
@@ -29,7 +30,7 @@ class ForwardBatch:
     positions: Tensor
     kv_locations: Tensor
     attention: AttentionBatch
-    sample_rows: Tensor | None
+    kept: Tensor | None
     sample_slots: Tensor
     sample_slots_host: list[int]
     chunk_ends: Tensor | None
@@ -47,7 +48,7 @@ def build_forward_batch(batch: ScheduledBatch, rows: RowTable, page_size: int) -
     token_slots: list[np.ndarray] = [np.array(batch.decode_slots, dtype=np.int64)]
     positions: list[np.ndarray] = []
     tokens: list[np.ndarray] = []
-    sample_rows = list(range(decodes))
+    sampled = list(range(decodes))  # packed rows
     sample_slots = list(batch.decode_slots)
     offset = decodes
     for slot in batch.decode_slots:
@@ -63,21 +64,22 @@ def build_forward_batch(batch: ScheduledBatch, rows: RowTable, page_size: int) -
         tokens.append(np.array(chunk.tokens, dtype=np.int64))
         offset += length
         if chunk.samples:
-            sample_rows.append(offset - 1)
+            sampled.append(offset - 1)
             sample_slots.append(chunk.slot)
     slots = upload(np.concatenate(token_slots), device)
     decode_slots = slots[:decodes]
     all_tokens = rows.last_token[decode_slots]
     all_positions = rows.length[decode_slots]
     decode_lengths = all_positions + 1
-    sample_index, chunk_ends, slots_of_samples = None, None, decode_slots
+    kept, chunk_ends, slots_of_samples = None, None, decode_slots
     if spans:
         host = upload(np.stack((np.concatenate(tokens), np.concatenate(positions))), device)
         all_tokens = torch.cat((all_tokens, host[0]))
         all_positions = torch.cat((all_positions, host[1]))
         ends = [[s.slot for s in spans], [s.start + s.length for s in spans]]
         chunk_ends = upload(np.array(ends, dtype=np.int64), device)
-        sample_index, slots_of_samples = upload(np.array([sample_rows, sample_slots], dtype=np.int64), device).unbind()
+        places = np.array([sampled or [0], sample_slots or [rows.padding_slot]], dtype=np.int64)
+        kept, slots_of_samples = upload(places, device).unbind()
     pages_of_tokens = rows.page_table[slots, all_positions // page_size].long()
     return ForwardBatch(
         tokens=all_tokens,
@@ -91,7 +93,7 @@ def build_forward_batch(batch: ScheduledBatch, rows: RowTable, page_size: int) -
             decode_lengths_host=[rows.lengths[slot] for slot in batch.decode_slots],
             chunks=tuple(spans),
         ),
-        sample_rows=sample_index,
+        kept=kept,
         sample_slots=slots_of_samples,
         sample_slots_host=sample_slots,
         chunk_ends=chunk_ends,

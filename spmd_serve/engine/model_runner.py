@@ -198,12 +198,13 @@ class ModelRunner:
         assert self._kv is not None, "allocate comes before launch"
         step = build_forward_batch(batch, self._rows, self._limits.page_size)
         self._attention.plan(step.attention)
-        hidden = self._decoder(step.tokens, step.positions, step.kv_locations, step.num_decodes, self._kv.layers)
+        kept = None if self._wants_prompt_logprobs(batch) else step.kept
+        hidden = self._decoder(step.tokens, step.positions, step.kv_locations, step.num_decodes, self._kv.layers, kept)
         prompt_logprobs = self._prompt_logprobs(batch, step, hidden)
         self._rows.advance(step.attention.decode_slots, step.attention.decode_lengths, step.chunk_ends)
         if not step.sample_slots_host:
             return PendingStep(lambda: StepTokens([], {}, _read(prompt_logprobs)))
-        logits = self._decoder.logits(hidden if step.sample_rows is None else hidden[step.sample_rows])
+        logits = self._decoder.logits(hidden if kept is not None or step.kept is None else hidden[step.kept])
         extras, slots = self._sampled_extras(step.sample_slots_host), step.sample_slots
         logits, raw = self._process(logits, step.sample_slots_host, slots, extras)
         tokens = self._draw(logits, slots, self._rows.length[slots])
@@ -311,6 +312,10 @@ class ModelRunner:
 
     def _any_filtered(self, slots: list[int]) -> bool:
         return bool(self._filtered) and not self._filtered.isdisjoint(slots)
+
+    def _wants_prompt_logprobs(self, batch: ScheduledBatch) -> bool:
+        extras = (self._extras.get(chunk.slot) for chunk in batch.chunks)
+        return any(extra is not None and extra.prompt is not None for extra in extras)
 
     def _prompt_logprobs(
         self, batch: ScheduledBatch, step: ForwardBatch, hidden: Tensor

@@ -80,12 +80,18 @@ class StepTensors:
         kv_locations: int64 [tokens], where each token's K and V go: page * page_size + offset; -1 (GPU) is nowhere.
         ropes: (cos, signed sin) per ModelConfig.ropes entry, for `rotate` (CPU).
         num_decodes: the first rows, which are decoding sequences' one token each.
+        kept: int64 [kept], the rows that go on behind this layer's attention; None means all.
     """
 
     positions: Tensor
     kv_locations: Tensor
     ropes: tuple[tuple[Tensor, Tensor], ...]
     num_decodes: int
+    kept: Tensor | None = None
+
+    def keep(self, x: Tensor) -> Tensor:
+        """The rows of x that are kept."""
+        return x if self.kept is None else x[self.kept]
 
     def without_decodes(self) -> StepTensors:
         """The rows of the prefill chunks alone (GPU: without ropes)."""
@@ -123,20 +129,20 @@ class Attention:
         residual: Tensor | None = None,
         following: RMSNorm | None = None,
     ) -> Tensor:
-        """norm(x): [tokens, hidden] -> this rank's partial sum, [tokens, hidden]; added to `residual` if given.
+        """norm(x): [tokens, hidden] -> this rank's partial sum, [step's kept, hidden]; added to `residual` if given.
 
         following: see Linear. Collective where the model norms over all heads.
         """
         if self._q_heads == 0:
             if self.heads_norm is not None:
                 self.heads_norm(x[:, :0])
-            return torch.zeros_like(x)
+            return torch.zeros_like(step.keep(x))
         k_cache, v_cache = kv
         qkv = self.qkv(x, norm=norm)
         if self.heads_norm is not None:
             qkv = self.heads_norm(qkv)
-        out = self._attend(qkv, step, k_cache, v_cache)
-        return self.o(out.view(x.shape[0], -1), residual=residual, following=following)
+        out = step.keep(self._attend(qkv, step, k_cache, v_cache))
+        return self.o(out.view(out.shape[0], -1), residual=residual, following=following)
 
     def _attend(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """K and V into the cache, and each row's attention: [tokens, q_heads, head_dim]."""

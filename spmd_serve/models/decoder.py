@@ -7,6 +7,7 @@ equal on all ranks; logits stay sharded over the vocabulary.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -40,10 +41,10 @@ class DecoderLayer:
         self.mlp_post = ctx.norm(hidden) if model.post_norms else None
 
     def __call__(self, x: Tensor, residual: Tensor | None, step: StepTensors, kv: Pair) -> Pair:
-        """x: the last block's output, not yet added to residual. Returns the same pair. Collective (twice)."""
+        """x: the last block's output, not yet added to residual. Returns the same pair, of the kept rows. Collective (twice)."""
         comm = self._ctx.comm
         x, residual = _add_norm(x, residual, self.attention_pre)
-        x = comm.all_reduce(self.attention(x, step, kv))
+        x, residual = comm.all_reduce(self.attention(x, step, kv)), step.keep(residual)
         if self.attention_post is not None:
             x = self.attention_post(x)
         x, residual = _add_norm(x, residual, self.mlp_pre)
@@ -59,15 +60,20 @@ class DecoderLayer:
             return False
         return self.attention_pre.scale.dtype == self._ctx.activations
 
-    def accumulate_(self, stream: Tensor, step: StepTensors, kv: Pair) -> None:
-        """The layer with norms and residual adds inside other kernels; updates the residual stream. Collective (twice)."""
+    def accumulate_(self, stream: Tensor, step: StepTensors, kv: Pair) -> Tensor:
+        """The layer with norms and residual adds inside other kernels. Collective (twice).
+
+        Updates the residual stream and returns it; where not all rows are kept, returns a stream of those.
+        """
         comm = self._ctx.comm
+        kept = step.keep(stream)
         if comm.world_size == 1:
-            self.attention(stream, step, kv, norm=self.attention_pre, residual=stream)
-            self.mlp(stream, norm=self.mlp_pre, residual=stream)
+            self.attention(stream, step, kv, norm=self.attention_pre, residual=kept)
+            self.mlp(kept, norm=self.mlp_pre, residual=kept)
         else:
-            comm.all_reduce_add_(self.attention(stream, step, kv, norm=self.attention_pre), stream)
-            comm.all_reduce_add_(self.mlp(stream, norm=self.mlp_pre), stream)
+            comm.all_reduce_add_(self.attention(stream, step, kv, norm=self.attention_pre), kept)
+            comm.all_reduce_add_(self.mlp(kept, norm=self.mlp_pre), kept)
+        return kept
 
     def takes_following(self, x: Tensor) -> bool:
         """Whether `accumulate_ahead_` is better than `accumulate_` for as many tokens as x has."""
@@ -81,9 +87,11 @@ class DecoderLayer:
     ) -> Tensor:
         """The layer with residual add and the norm after it in one kernel.
 
-        normed: the norm of the residual stream that this layer takes; returns `following`'s, that of the next layer.
+        normed: the norm of the residual stream that this layer takes; returns `following`'s, that of the next layer. Where
+        not all rows are kept, the stream is not of use any more.
         """
         assert isinstance(self.mlp, MLP)
+        stream = step.keep(stream)
         normed = self.attention(normed, step, kv, residual=stream, following=self.mlp_pre)
         return self.mlp(normed, residual=stream, following=following)
 
@@ -131,9 +139,18 @@ class Decoder:
         return self._ctx.dtype
 
     def __call__(
-        self, tokens: Tensor, positions: Tensor, kv_locations: Tensor, num_decodes: int, kv: KVLayers
+        self,
+        tokens: Tensor,
+        positions: Tensor,
+        kv_locations: Tensor,
+        num_decodes: int,
+        kv: KVLayers,
+        kept: Tensor | None = None,
     ) -> Tensor:
         """tokens, positions, kv_locations: int64 [tokens] -> hidden states after the last norm, [tokens, hidden].
+
+        kept: int64 [kept], at least one: only these rows are returned, [kept, hidden]. Behind the last layer's attention
+        nothing else needs the others.
 
         The attention backend must have planned the step. Collective.
         """
@@ -143,22 +160,23 @@ class Decoder:
         x = self.embedding(tokens).to(self._ctx.activations)
         if self._ctx.model.embed_scale != 1.0:
             x = x * self._embed_scale
-        if self._scripted is not None and self._scripted.decode_(x, step, kv):
+        if kept is None and self._scripted is not None and self._scripted.decode_(x, step, kv):
             return self.norm(x)
         first = self.layers[0]
+        steps = [step] * (len(self.layers) - 1) + [replace(step, kept=kept)]
         if all(layer.takes_following(x) for layer in self.layers):
             norms = [layer.attention_pre for layer in self.layers[1:]] + [self.norm]
             normed = _add_norm(x, None, first.attention_pre)[0]
-            for layer, following, caches in zip(self.layers, norms, kv, strict=True):
+            for layer, following, step, caches in zip(self.layers, norms, steps, kv, strict=True):
                 assert following is not None
                 normed = layer.accumulate_ahead_(x, normed, step, caches, following)
             return normed
         if first.can_accumulate and self._ctx.comm.adds_at_once(x):
-            for layer, caches in zip(self.layers, kv, strict=True):
-                layer.accumulate_(x, step, caches)
+            for layer, step, caches in zip(self.layers, steps, kv, strict=True):
+                x = layer.accumulate_(x, step, caches)
             return self.norm(x)
         residual: Tensor | None = None
-        for layer, caches in zip(self.layers, kv, strict=True):
+        for layer, step, caches in zip(self.layers, steps, kv, strict=True):
             x, residual = layer(x, residual, step, caches)
         return _add_norm(x, residual, self.norm)[0]
 

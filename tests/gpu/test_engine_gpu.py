@@ -53,6 +53,15 @@ def test_logprobs_of_mixed_batches(reference: Reference, llm: LLM) -> None:
     check(reference, llm.generate(prompts(12), params))
 
 
+@pytest.mark.parametrize("rows", [1, 12, 40, 64, 90])
+def test_logprobs_of_each_way_through_the_linear_layers(checkpoint: Path, reference: Reference, rows: int) -> None:
+    """GEMV, `skinny.cu`, `wide.cu` (17 to 64 rows) and the matrix library, in captured steps of that many rows."""
+    llm = LLM("--model", str(checkpoint), "--num-pages", "512", "--max-num-seqs", "96", "--device", "cuda")
+    lengths = [3 + 5 * i % 97 for i in range(rows)]
+    check(reference, llm.generate(random_prompts(*lengths), SamplingParams(max_tokens=24, logprobs=0, **GREEDY)))
+    llm.close()
+
+
 def test_prompt_logprobs_and_prefix_hit(reference: Reference, llm: LLM) -> None:
     prompt = prompts(2)[1]
     first = llm.generate([prompt], SamplingParams(max_tokens=1, prompt_logprobs=0, logprobs=0, **GREEDY))[0]

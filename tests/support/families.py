@@ -203,8 +203,13 @@ class Shard:
         )
 
     @torch.inference_mode()
-    def step(self, decodes: Sequence[tuple[int, int, int]], chunks: Sequence[tuple[int, int, Tensor]]) -> Tensor:
-        """decodes: (slot, position, token); chunks: (slot, start, tokens) -> logits of all rows, [rows, vocabulary]."""
+    def step(
+        self,
+        decodes: Sequence[tuple[int, int, int]],
+        chunks: Sequence[tuple[int, int, Tensor]],
+        kept: Tensor | None = None,
+    ) -> Tensor:
+        """decodes: (slot, position, token); chunks: (slot, start, tokens) -> logits of all or the kept rows, [rows, vocabulary]."""
         tokens = [torch.tensor([token]) for _, _, token in decodes] + [t for _, _, t in chunks]
         slots = [slot for slot, _, _ in decodes] + [slot for slot, _, t in chunks for _ in t]
         positions = [p for _, p, _ in decodes] + [start + i for _, start, t in chunks for i in range(len(t))]
@@ -227,7 +232,7 @@ class Shard:
             )
         )
         locations = pages_of_tokens * PAGE + where % PAGE
-        hidden = self.decoder(torch.cat(tokens), where, locations, len(decodes), self.kv.layers)
+        hidden = self.decoder(torch.cat(tokens), where, locations, len(decodes), self.kv.layers, kept)
         return self._whole_vocabulary(self.decoder.logits(hidden).float())
 
     def _whole_vocabulary(self, logits: Tensor) -> Tensor:
@@ -247,7 +252,7 @@ def largest_difference(
     tokens = [reference[f"tokens{i}"] for i in range(2)]
     wanted = [reference[f"logits{i}"] for i in range(2)]
     shard = Shard(folder, comm, 5, fp8, dtype)
-    worst = {"prefill": 0.0, "chunked": 0.0, "decode": 0.0}
+    worst = {"prefill": 0.0, "kept": 0.0, "chunked": 0.0, "decode": 0.0}
 
     def note(way: str, got: Tensor, expected: Tensor) -> None:
         difference = float((got - expected).abs().max())
@@ -256,6 +261,8 @@ def largest_difference(
 
     first = shard.step([], [(0, 0, tokens[0]), (1, 0, tokens[1])])
     note("prefill", first, torch.cat(wanted))
+    kept = torch.tensor([len(tokens[0]) - 1, 3, len(first) - 1])
+    note("kept", shard.step([], [(0, 0, tokens[0]), (1, 0, tokens[1])], kept), first[kept])
     # Slot 2 is prefilled in chunks while slots 3 and 4 decode.
     # The shorter sequence decodes from its start, the longer one to its end: all positions, in half of the steps.
     decoded = [(3, 0, 19), (4, 1, 2)]  # slot, sequence, position
