@@ -126,15 +126,15 @@ def test_every_way_to_share_a_layer_out(features: int, size: int, tokens: int) -
             [WideConfig(32, 4, parts=True), WideConfig(40, 3, parts=True), WideConfig(64, 8, parts=True)],
         ),
         (3072, 1024, "silu", [WideConfig(24), WideConfig(24, early=False), WideConfig(48)]),
-        (17408, 5120, "silu", [WideConfig(132, room=WHOLE_ROOM), WideConfig(66)]),
+        (17408, 5120, "silu", [WideConfig(128, room=WHOLE_ROOM), WideConfig(66)]),
         (
             5120,
             17408,
             None,
-            [WideConfig(40), WideConfig(80, 2, parts=True), WideConfig(160, 4, room=WHOLE_ROOM, parts=True)],
+            [WideConfig(40), WideConfig(80, 2, parts=True), WideConfig(128, 4, room=WHOLE_ROOM, parts=True)],
         ),
-        (5000, 1000, None, [WideConfig(158, room=WHOLE_ROOM), WideConfig(98)]),
-        (1002, 520, "gelu_tanh", [WideConfig(54), WideConfig(160, room=WHOLE_ROOM)]),
+        (5000, 1000, None, [WideConfig(126, room=WHOLE_ROOM), WideConfig(98)]),
+        (1002, 520, "gelu_tanh", [WideConfig(54), WideConfig(112, room=WHOLE_ROOM)]),
     ],
 )
 def test_wide(features: int, size: int, activation: str | None, configs: list[WideConfig], tokens: int) -> None:

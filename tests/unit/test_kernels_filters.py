@@ -65,12 +65,15 @@ def test_sorting(dtype: torch.dtype) -> None:
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # the interpreter's
 @pytest.mark.skipif(os.environ.get("TRITON_INTERPRET") != "1" and not torch.cuda.is_available(), reason="needs Triton")
+@pytest.mark.parametrize("block", [32, 512])
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_searching(dtype: torch.dtype, ranks: int) -> None:
+def test_searching(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, ranks: int, block: int) -> None:
+    """Lanes of 10 logits, whose four best are mostly but not always enough; and lanes that know all of theirs."""
     pytest.importorskip("triton")
     from spmd_serve.kernels.gpu import filters as gpu
 
+    monkeypatch.setattr(gpu, "BLOCK", block)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     logits = logits_of_all_kinds(len(CASES), 301, dtype)
     parts = torch.nn.functional.pad(logits, (0, -301 % ranks), value=float("-inf"))

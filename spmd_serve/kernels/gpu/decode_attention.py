@@ -22,7 +22,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @dataclass(frozen=True)
 class DecodeConfig:
     """slices: token ranges side by side (one a warp); block: tokens of each a step; splits: programs a row and KV head at
-    most; split_steps: the fewest steps for which one of them starts.
+    most; split_steps: the fewest steps for which one of them starts. leaves_early: the next kernel may start when all programs
+    have read the cache, not when they have ended.
     """
 
     slices: int
@@ -31,6 +32,7 @@ class DecodeConfig:
     stages: int
     splits: int
     split_steps: int = 1
+    leaves_early: bool = False
 
 
 def choose_config(rows: int, kv_heads: int, head_dim: int) -> DecodeConfig:
@@ -38,16 +40,19 @@ def choose_config(rows: int, kv_heads: int, head_dim: int) -> DecodeConfig:
 
     rows * kv_heads * splits stays within MAX_PROGRAMS.
     """
-    heads, split_steps = rows * kv_heads, 1
-    if heads <= 16:
-        splits, stages = (64 if heads <= 8 else 32), 3
-    elif heads <= 64:
-        splits, stages = (8 if heads <= 32 else 4), 5
-    else:
-        # A program reads some 20 tokens a us: rows of unequal length end late unless the long ones are shared out.
-        splits, stages, split_steps = (4, 3, 4) if heads <= 400 else (2, 3, 24) if heads <= 1100 else (1, 3, 1)
+    heads = rows * kv_heads
     block = 32 if head_dim <= 128 else 16
-    return DecodeConfig(slices=1, block=block, warps=1, stages=stages, splits=splits, split_steps=split_steps)
+    if heads <= 64:
+        splits, stages = (64, 3) if heads <= 8 else (32, 3) if heads <= 16 else (8, 5) if heads <= 32 else (4, 5)
+        return DecodeConfig(slices=1, block=block, warps=1, stages=stages, splits=splits)
+    # A program reads some 20 tokens a us: rows of unequal length end late unless the long ones are shared out.
+    if heads <= 400:
+        splits, stages, split_steps = 4, 7, 4
+    elif heads <= 700:
+        splits, stages, split_steps = 2, 7, 24
+    else:
+        splits, stages, split_steps = 1, 7 if heads <= 1100 else 5, 1
+    return DecodeConfig(1, block, 1, stages, splits, split_steps, leaves_early=True)
 
 
 def decode_attention(
@@ -79,7 +84,7 @@ def decode_attention(
         FUSED=rotation is not None, NORM=rotation is not None and rotation.q_scale is not None,
         HALF=0 if table is None else table.shape[2], SLICES=config.slices, BLOCK=config.block, SPLITS=config.splits,
         SPLIT_STEPS=config.split_steps, MERGE_G=merge_group, MERGE=min(config.splits, max(1, 4096 // (merge_group * block_d))),
-        num_warps=config.warps, num_stages=config.stages, **launch_options(rows),
+        LEAVES_EARLY=config.leaves_early, num_warps=config.warps, num_stages=config.stages, **launch_options(rows),
     )  # fmt: skip
     return out
 
@@ -121,7 +126,7 @@ def _decode(
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
     HALF: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLIT_STEPS: tl.constexpr,
-    MERGE_G: tl.constexpr, MERGE: tl.constexpr, PDL: tl.constexpr,
+    MERGE_G: tl.constexpr, MERGE: tl.constexpr, LEAVES_EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)  # the heads of a token lie side by side in the cache, and are read at the same time
     row = tl.program_id(1).to(tl.int64)
@@ -140,8 +145,7 @@ def _decode(
     per_split = tl.maximum(tl.cdiv(steps, SPLITS), SPLIT_STEPS)
     splits = tl.maximum(tl.cdiv(steps, per_split), 1)  # those that have something to do
     if split >= splits:
-        wait_for_inputs(PDL)
-        return
+        return  # split 0, which always has something to do, waits for the kernel before
     low = first + split * per_split * step
     high = tl.minimum(low + per_split * step, end)
 
@@ -190,6 +194,9 @@ def _decode(
         total = total * keep + tl.sum(p, axis=1)
         acc = tl.dot(v, p.to(v.dtype), acc * keep[:, None, :])
         top = new_top
+
+    if LEAVES_EARLY and PDL == 1:
+        tl.extra.cuda.gdc_launch_dependents()
 
     # The slices together.
     best = tl.max(top, axis=0)

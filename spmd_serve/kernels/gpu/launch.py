@@ -1,8 +1,9 @@
 """Programmatic dependent launch: a kernel is set up while the one before it still runs, and waits where it needs its result.
 
-The rule that makes it safe: every kernel waits for its predecessor (`wait_for_inputs`) in every program, and before the
-wait it reads constants (weights, tables) and nothing else. A kernel may also let its successor start right after its
-own wait (early): then, before a wait, all kernels but the predecessor have finished, and only that one may still run.
+The rule that makes it safe: every kernel waits for its predecessor (`wait_for_inputs`), in every program that writes
+anything, of which it has one at least. Before the wait it reads constants (weights, tables) and nothing else. A kernel may
+let its successor start right after its own wait (early), or at any later point: then, before a wait, all kernels but the
+predecessor have finished, and only that one may still run.
 """
 
 import functools

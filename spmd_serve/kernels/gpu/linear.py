@@ -123,8 +123,9 @@ def wide_config(tokens: int, out_features: int, in_features: int, *, gated: bool
         blocks *= 2
     rows = triton.cdiv(triton.cdiv(features * splits, blocks), 2) * 2
     room = WHOLE_ROOM if large and not gated and not added else HALF_ROOM
-    most = WIDE_ROWS if gated else 128  # more of them is the LM head, where the library is better
-    return WideConfig(rows, splits, room, early=small, parts=added) if rows <= most else None
+    if rows > WIDE_ROWS:  # the LM head, say, where the library is better
+        return None
+    return WideConfig(rows, splits, room, early=small, parts=added)
 
 
 def gemv_config(features: int, in_features: int, gated: bool) -> GemvConfig:

@@ -20,6 +20,7 @@ constexpr int kTokens = 64;
 constexpr int kTokenBytes = kTokens * kRowBytes;
 constexpr int kMaxStages = 16;
 constexpr int kThreads = 160;     // a warpgroup that multiplies, a warp that copies
+constexpr int kMaxRows = 128;     // of a tile of w, in a gated layer of the gate
 constexpr int kSharedBytes = 227 * 1024;
 
 struct Arguments {
@@ -28,7 +29,7 @@ struct Arguments {
   int tokens, features, steps;
   int tile_rows;              // of w in a tile (in a gated layer, of the gate)
   int tiles, splits, stages;
-  int half_bytes, stage_bytes;  // shared memory of a tile of one half of w, and of a stage
+  int stage_bytes;            // of shared memory
   int activation;             // 0 none, 1 silu, 2 gelu_tanh: rows of w come in two halves, gate and up
   int parts;                  // out is float32
   int early;                  // the next kernel may start when this one has its input
@@ -79,46 +80,93 @@ __device__ __forceinline__ uint64_t describe(uint32_t address) {
   return static_cast<uint64_t>((address & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
 
-#define R4(v, i) "+f"(v[i]), "+f"(v[i + 1]), "+f"(v[i + 2]), "+f"(v[i + 3])
-#define R16(v, i) R4(v, i), R4(v, i + 4), R4(v, i + 8), R4(v, i + 12)
+// Operands of a product with N rows of w: their names, and the N / 2 sums of a thread that they stand for.
+#define R4(i) "+f"(c[i]), "+f"(c[i + 1]), "+f"(c[i + 2]), "+f"(c[i + 3])
+#define R8(i) R4(i), R4(i + 4)
+#define L8 "%0,%1,%2,%3"
+#define V8 R4(0)
+#define L16 L8 ",%4,%5,%6,%7"
+#define V16 V8, R4(4)
+#define L24 L16 ",%8,%9,%10,%11"
+#define V24 V16, R4(8)
+#define L32 L24 ",%12,%13,%14,%15"
+#define V32 V24, R4(12)
+#define L40 L32 ",%16,%17,%18,%19"
+#define V40 V32, R4(16)
+#define L48 L40 ",%20,%21,%22,%23"
+#define V48 V40, R4(20)
+#define L56 L48 ",%24,%25,%26,%27"
+#define V56 V48, R4(24)
+#define L64 L56 ",%28,%29,%30,%31"
+#define V64 V56, R4(28)
+#define L72 L64 ",%32,%33,%34,%35"
+#define V72 V64, R4(32)
+#define L80 L72 ",%36,%37,%38,%39"
+#define V80 V72, R4(36)
+#define L88 L80 ",%40,%41,%42,%43"
+#define V88 V80, R4(40)
+#define L96 L88 ",%44,%45,%46,%47"
+#define V96 V88, R4(44)
+#define L104 L96 ",%48,%49,%50,%51"
+#define V104 V96, R4(48)
+#define L112 L104 ",%52,%53,%54,%55"
+#define V112 V104, R4(52)
+#define L120 L112 ",%56,%57,%58,%59"
+#define V120 V112, R4(56)
+#define L128 L120 ",%60,%61,%62,%63"
+#define V128 V120, R4(60)
+#define L144 L128 ",%64,%65,%66,%67,%68,%69,%70,%71"
+#define V144 V128, R8(64)
+#define L160 L144 ",%72,%73,%74,%75,%76,%77,%78,%79"
+#define V160 V144, R8(72)
+#define L176 L160 ",%80,%81,%82,%83,%84,%85,%86,%87"
+#define V176 V160, R8(80)
+#define L192 L176 ",%88,%89,%90,%91,%92,%93,%94,%95"
+#define V192 V176, R8(88)
+#define L208 L192 ",%96,%97,%98,%99,%100,%101,%102,%103"
+#define V208 V192, R8(96)
+#define L224 L208 ",%104,%105,%106,%107,%108,%109,%110,%111"
+#define V224 V208, R8(104)
+#define L240 L224 ",%112,%113,%114,%115,%116,%117,%118,%119"
+#define V240 V224, R8(112)
+#define L256 L240 ",%120,%121,%122,%123,%124,%125,%126,%127"
+#define V256 V240, R8(120)
 
-// c += a @ b.T: a [64, 16] and b [64, 16], each by its description; `add` 0: c is overwritten.
-__device__ __forceinline__ void multiply(float (&c)[32], uint64_t a, uint64_t b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 "
-      "{%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15,%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31}, "
-      "%32, %33, p, 1, 1, 0, 0;\n}\n"
-      : R16(c, 0), R16(c, 16)
-      : "l"(a), "l"(b), "r"(add));
-}
+// c += a @ b.T: a [64, 16] and b [N, 16], each by its description; `add` 0: c is overwritten.
+template <int N>
+__device__ void multiply(float (&c)[N / 2], uint64_t a, uint64_t b, int add);
 
-// The same for 32 rows of b.
-__device__ __forceinline__ void multiply(float (&c)[16], uint64_t a, uint64_t b, int add) {
-  asm volatile(
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %18, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15}, "
-      "%16, %17, p, 1, 1, 0, 0;\n}\n"
-      : R16(c, 0)
-      : "l"(a), "l"(b), "r"(add));
-}
-
-// The sums of the tokens and PIECES * 32 rows, over a warpgroup. A thread has, of each 8 rows, two neighbours of two tokens.
-template <int PIECES>
-struct Sums {
-  float pairs[PIECES / 2 > 0 ? PIECES / 2 : 1][32];
-  float last[16];
-
-  __device__ __forceinline__ void add(uint64_t a, uint64_t b, int add) {
-#pragma unroll
-    for (int i = 0; i < PIECES / 2; ++i) multiply(pairs[i], a, b + i * (64 * kRowBytes >> 4), add);
-    if (PIECES % 2) multiply(last, a, b + (PIECES / 2) * (64 * kRowBytes >> 4), add);
+#define MULTIPLY(N, A, B, ADD)                                                                                                 \
+  template <>                                                                                                                 \
+  __device__ __forceinline__ void multiply<N>(float (&c)[N / 2], uint64_t a, uint64_t b, int add) {                            \
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, " ADD ", 0;\n"                                                              \
+                 "wgmma.mma_async.sync.aligned.m64n" #N "k16.f32.bf16.bf16 {" L##N "}, " A ", " B ", p, 1, 1, 0, 0;\n}\n"      \
+                 : V##N                                                                                                       \
+                 : "l"(a), "l"(b), "r"(add));                                                                                 \
   }
-
-  __device__ __forceinline__ float at(int group, int i) const {  // constants, or these are not registers
-    return group < PIECES / 2 * 8 ? pairs[group / 8][group % 8 * 4 + i] : last[group % 8 * 4 + i];
-  }
-};
+MULTIPLY(16, "%8", "%9", "%10")
+MULTIPLY(24, "%12", "%13", "%14")
+MULTIPLY(32, "%16", "%17", "%18")
+MULTIPLY(40, "%20", "%21", "%22")
+MULTIPLY(48, "%24", "%25", "%26")
+MULTIPLY(56, "%28", "%29", "%30")
+MULTIPLY(64, "%32", "%33", "%34")
+MULTIPLY(72, "%36", "%37", "%38")
+MULTIPLY(80, "%40", "%41", "%42")
+MULTIPLY(88, "%44", "%45", "%46")
+MULTIPLY(96, "%48", "%49", "%50")
+MULTIPLY(104, "%52", "%53", "%54")
+MULTIPLY(112, "%56", "%57", "%58")
+MULTIPLY(120, "%60", "%61", "%62")
+MULTIPLY(128, "%64", "%65", "%66")
+MULTIPLY(144, "%72", "%73", "%74")
+MULTIPLY(160, "%80", "%81", "%82")
+MULTIPLY(176, "%88", "%89", "%90")
+MULTIPLY(192, "%96", "%97", "%98")
+MULTIPLY(208, "%104", "%105", "%106")
+MULTIPLY(224, "%112", "%113", "%114")
+MULTIPLY(240, "%120", "%121", "%122")
+MULTIPLY(256, "%128", "%129", "%130")
 
 __device__ __forceinline__ float activate(float gate, int kind) {
   float exponent = kind == 1 ? -gate : -1.5957691216057308f * (gate + 0.044715f * gate * gate * gate);
@@ -127,9 +175,11 @@ __device__ __forceinline__ float activate(float gate, int kind) {
 
 // ---- the kernel -----------------------------------------------------------------------------------------------------
 
-template <int PIECES, bool GATED>
+// N: tile_rows, rounded up to the next 8: what is multiplied beyond a tile costs power, and so the clock of the whole chip.
+template <int N, bool GATED>
 __global__ void __launch_bounds__(kThreads, 1)
     wide(const Arguments a, const __grid_constant__ CUtensorMap x_map, const __grid_constant__ CUtensorMap w_map) {
+  constexpr int kHalves = GATED ? 2 : 1, kWide = kHalves * N;  // gate and up lie one after the other, and are one product
   extern __shared__ uint8_t dynamic[];
   __shared__ __align__(8) uint64_t barriers[2 * kMaxStages];
   const uint32_t stages = (shared_address(dynamic) + 1023) & ~1023u;
@@ -148,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       uint64_t once, kept;
       asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(once));
       asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(kept));
-      const int bytes = kTokenBytes + (GATED ? 2 : 1) * a.tile_rows * kRowBytes;
+      const int bytes = kTokenBytes + kHalves * a.tile_rows * kRowBytes;
       // Twice through the first round of stages: the weights before the wait, the tokens after it.
       for (int pass = 0; pass < 2; ++pass) {
         int stage = 0, round = 0;
@@ -163,7 +213,7 @@ __global__ void __launch_bounds__(kThreads, 1)
             if (pass == 0 || round > 0) {
               expect_bytes(barrier, bytes);
               copy_tile(to + kTokenBytes, &w_map, column, row, barrier, once);
-              if (GATED) copy_tile(to + kTokenBytes + a.half_bytes, &w_map, column, a.features + row, barrier, once);
+              if (GATED) copy_tile(to + kTokenBytes + N * kRowBytes, &w_map, column, a.features + row, barrier, once);
             }
             if (pass == 1) copy_tile(to, &x_map, column, 0, barrier, kept);
             if (++stage == a.stages) stage = 0, ++round;
@@ -182,17 +232,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int item = blockIdx.x; item < items; item += gridDim.x) {
       const int first_row = item / a.splits * a.tile_rows, split = item % a.splits;
       const int steps = (split + 1) * a.steps / a.splits - split * a.steps / a.splits;
-      Sums<PIECES> sums, up;
+      float sums[kWide / 2];
       for (int step = 0; step < steps; ++step) {
         wait(full + 8 * stage, parity);
         const uint32_t at = stages + stage * a.stage_bytes;
         const uint64_t tokens = describe(at), rows = describe(at + kTokenBytes);
         asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 #pragma unroll
-        for (int k = 0; k < kColumns / 16; ++k) {
-          sums.add(tokens + 2 * k, rows + 2 * k, step + k);
-          if (GATED) up.add(tokens + 2 * k, rows + 2 * k + (a.half_bytes >> 4), step + k);
-        }
+        for (int k = 0; k < kColumns / 16; ++k) multiply<kWide>(sums, tokens + 2 * k, rows + 2 * k, step + k);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         if (lane == 0) arrive(empty + 8 * stage);
@@ -200,7 +247,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       }
       const int rows_here = min(a.tile_rows, a.features - first_row);
 #pragma unroll
-      for (int group = 0; group < PIECES * 4; ++group) {
+      for (int group = 0; group < N / 8; ++group) {
         const int local = group * 8 + column0, column = first_row + local;
         if (local >= rows_here) continue;
         float2 bias = {0.0f, 0.0f}, up_bias = {0.0f, 0.0f};
@@ -212,10 +259,11 @@ __global__ void __launch_bounds__(kThreads, 1)
         for (int i = 0; i < 2; ++i) {
           const int token = token0 + 8 * i;
           if (token >= a.tokens) continue;
-          float2 value = {sums.at(group, 2 * i) + bias.x, sums.at(group, 2 * i + 1) + bias.y};
+          float2 value = {sums[4 * group + 2 * i] + bias.x, sums[4 * group + 2 * i + 1] + bias.y};
           if (GATED) {
-            value.x = activate(value.x, a.activation) * (up.at(group, 2 * i) + up_bias.x);
-            value.y = activate(value.y, a.activation) * (up.at(group, 2 * i + 1) + up_bias.y);
+            constexpr int up = (kHalves - 1) * N / 2;
+            value.x = activate(value.x, a.activation) * (sums[up + 4 * group + 2 * i] + up_bias.x);
+            value.y = activate(value.y, a.activation) * (sums[up + 4 * group + 2 * i + 1] + up_bias.y);
           }
           const size_t to = (static_cast<size_t>(split) * a.tokens + token) * a.features + column;
           if (a.parts) *reinterpret_cast<float2*>(static_cast<float*>(a.out) + to) = value;
@@ -230,16 +278,10 @@ __global__ void __launch_bounds__(kThreads, 1)
 
 using Kernel = void (*)(const Arguments, const CUtensorMap, const CUtensorMap);
 
-template <bool GATED>
-Kernel pick(int pieces) {
-  switch (pieces) {
-    case 1: return wide<1, GATED>;
-    case 2: return wide<2, GATED>;
-    case 3: return wide<3, GATED>;
-    case 4: return wide<4, GATED>;
-    case 5: return wide<5, GATED>;
-  }
-  return nullptr;
+template <bool GATED, int N = 16>
+Kernel pick(int n) {
+  if constexpr (N > kMaxRows) return nullptr;
+  else return n <= N ? wide<N, GATED> : pick<GATED, N + 8>(n);
 }
 
 using Encode = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, void*, const cuuint64_t*, const cuuint64_t*, const cuuint32_t*, const cuuint32_t*,
@@ -276,19 +318,17 @@ extern "C" int wide_linear(const void* x, const void* w, const void* bias, void*
   if (cudaGetDevice(&current) != cudaSuccess || current != device) cudaSetDevice(device);
   const bool gated = activation != 0;
   const int halves = gated ? 2 : 1;
-  const int pieces = (tile_rows + 31) / 32;
+  const int n = tile_rows <= 16 ? 16 : (tile_rows + 7) / 8 * 8;
   if (tokens > kTokens || features % 2 || tile_rows % 2 || columns % 8 || x_stride % 8) return -1;
-  const Kernel kernel = gated ? pick<true>(pieces) : pick<false>(pieces);
+  const Kernel kernel = gated ? pick<true>(n) : pick<false>(n);
   if (kernel == nullptr) return -1;
   Arguments a;
   a.bias = static_cast<const __nv_bfloat16*>(bias), a.out = out;
   a.tokens = tokens, a.features = features, a.steps = (columns + kColumns - 1) / kColumns;
   a.tile_rows = tile_rows, a.tiles = (features + tile_rows - 1) / tile_rows, a.splits = splits;
   a.activation = activation, a.parts = parts, a.early = dependent == 2;
-  // The products of rows beyond a tile's are not used: they may be anything that is in shared memory, as the slack at its end.
-  a.half_bytes = (tile_rows + 7) / 8 * 8 * kRowBytes, a.stage_bytes = kTokenBytes + halves * a.half_bytes;
-  const int slack = pieces * 32 * kRowBytes - a.half_bytes + 1024;
-  const int space = (room < kSharedBytes - 256 ? room : kSharedBytes - 256) - slack;
+  a.stage_bytes = kTokenBytes + halves * n * kRowBytes;
+  const int slack = 1024, space = (room < kSharedBytes - 256 ? room : kSharedBytes - 256) - slack;
   a.stages = space / a.stage_bytes < kMaxStages ? space / a.stage_bytes : kMaxStages;
   if (a.stages < 2 || splits > a.steps || (splits > 1 && !parts)) return -1;
   CUtensorMap x_map, w_map;

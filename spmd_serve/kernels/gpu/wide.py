@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from spmd_serve.kernels.linear import Norm
 
 WIDE_TOKENS = 64
-WIDE_ROWS = 160  # of the weight (in a gated layer, of the gate) a block
+WIDE_ROWS = 128  # of the weight (in a gated layer, of the gate) a block
 WHOLE_ROOM, HALF_ROOM = 227 * 1024, 112 * 1024  # bytes of a multiprocessor's shared memory
 
 
