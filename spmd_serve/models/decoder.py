@@ -67,7 +67,10 @@ class DecoderLayer:
         """
         comm = self._ctx.comm
         kept = step.keep(stream)
-        if comm.world_size == 1:
+        if step.kept is not None and self.takes_following(kept):
+            normed = self.attention(stream, step, kv, norm=self.attention_pre, residual=kept, following=self.mlp_pre)
+            self.mlp(normed, residual=kept)
+        elif comm.world_size == 1:
             self.attention(stream, step, kv, norm=self.attention_pre, residual=kept)
             self.mlp(kept, norm=self.mlp_pre, residual=kept)
         else:

@@ -47,12 +47,12 @@ def choose_config(rows: int, kv_heads: int, head_dim: int) -> DecodeConfig:
         return DecodeConfig(slices=1, block=block, warps=1, stages=stages, splits=splits)
     # A program reads some 20 tokens a us: rows of unequal length end late unless the long ones are shared out.
     if heads <= 400:
-        splits, stages, split_steps = 4, 7, 4
+        splits, stages, split_steps = (4, 7, 4) if heads <= 160 else (4, 5, 8)
     elif heads <= 700:
         splits, stages, split_steps = 2, 7, 24
     else:
         splits, stages, split_steps = 1, 7 if heads <= 1100 else 5, 1
-    return DecodeConfig(1, block, 1, stages, splits, split_steps, leaves_early=True)
+    return DecodeConfig(1, block, 1, stages, splits, split_steps, leaves_early=rows > 16)
 
 
 def decode_attention(
