@@ -75,15 +75,15 @@ class NoDevice(DriverBase):  # type: ignore[misc]
 
 
 @pytest.fixture(autouse=True)
-def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
-    """The kernels that a test has had compiled."""
-    names: list[str] = []
+def compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, str]]]:
+    """The kernels that a test has had compiled: name and hash."""
+    names: list[tuple[str, str]] = []
     launch = JITFunction.run
 
     def compile_only(self: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = launch(self, *arguments, grid=grid, warmup=True, **options)
         assert kernel.metadata.shared <= SHARED_BYTES
-        names.append(self.__name__)
+        names.append((self.__name__, kernel.hash))
         return kernel
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
@@ -147,6 +147,24 @@ def test_sampling(tokens: int, dtype: torch.dtype) -> None:
     asked = Filters(table, table.int(), table, table)
     filters.lowest_kept(logits[None], asked, slots)
     filters.lowest_kept(zeros(3, tokens, 50656, dtype=dtype), asked, slots)
+
+
+def test_no_compilation_for_other_rows(compiled: list[tuple[str, str]]) -> None:
+    """Steps differ in how many rows they have, and where in its tensors a chunk begins."""
+    caches = [zeros(8, 16, 8, 128) for _ in range(2)]
+    angles, scale = torch.zeros(2048, 2, 64), zeros(128)
+    for count, first in ((8, 0), (7, 1), (32, 3), (31, 2)):
+        index, table = torch.arange(first + count)[first:], torch.zeros(64)
+        logits = zeros(count, 50257)
+        gumbel.gumbel_argmax(logits, table, table.long(), index, slots=index)
+        filters.lowest_kept(logits[None], Filters(table, table.int(), table, table), index)
+        rows.lookup(zeros(1000, 1024), index, 0)
+        rope_cache.rope_and_cache(zeros(count, 32 * 128), index, index, *caches, angles, scale, scale, 1e-6)
+        norm.rms_norm(zeros(count, 1024), zeros(1024), 1e-6)
+        activation.gated_activation(zeros(count, 6144), "silu")
+    variants = {name: len({key for other, key in compiled if other == name}) for name, _ in compiled}
+    assert variants.pop("_best_of_slices") <= 3  # by how many programs share a row: powers of two
+    assert set(variants.values()) == {1}, variants
 
 
 @pytest.mark.parametrize("kv_dtype", [BF16, FP8])

@@ -29,7 +29,7 @@ def lowest_kept(parts: Tensor, filters: Filters, slots: Tensor) -> Tensor:
     out = torch.empty(rows, dtype=torch.float32, device=parts.device)
     _lowest_kept[(rows,)](
         parts, filters.temperature, filters.top_k, filters.top_p, filters.min_p, slots, out,
-        n, width, parts.stride(0), parts.stride(1),
+        n, width, parts.stride(0) if n > 1 else 0, parts.stride(1),
         SHIFT=16 if parts.dtype == torch.bfloat16 else 0, BLOCK=min(BLOCK, triton.next_power_of_2(width)),
         num_warps=WARPS, **launch_options(2),  # an early start is not worth a second compilation
     )  # fmt: skip
@@ -116,7 +116,7 @@ def _above(
     return tl.sum(sums[0], axis=0), tl.sum(sums[1], axis=0), tl.sum(sums[2], axis=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])
 def _lowest_kept(
     logits, temperature, top_k, top_p, min_p, slots, out, parts, width, part_stride, row_stride,
     SHIFT: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -83,7 +83,9 @@ def _gumbel(v, low, high):
     return -_log(exponential)
 
 
-@triton.jit(do_not_specialize=["vocab_offset", "blocks_per_program"])
+@triton.jit(
+    do_not_specialize=["vocab_offset", "blocks_per_program"], do_not_specialize_on_alignment=["positions", "slots"]
+)
 def _best_of_slice(
     logits, temperature, seeds, positions, slots, part_values, part_indices,
     vocab, row_stride, vocab_offset, blocks_per_program, BLOCK: tl.constexpr, PDL: tl.constexpr,

@@ -39,7 +39,7 @@ def rope_and_cache(
     return q
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions", "locations"])
 def _rope_and_cache(
     qkv, positions, locations, k_cache, v_cache, rope_table, q_scale, k_scale, q_out, eps,
     Q_HEADS: tl.constexpr, KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, HALF: tl.constexpr, NORM: tl.constexpr,

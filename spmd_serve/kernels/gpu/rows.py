@@ -56,7 +56,7 @@ def _decode_inputs(
     tl.store(lengths + row, tl.where(slot == padding_slot, 0, position + 1), mask=inside)
 
 
-@triton.jit(do_not_specialize=["first", "rows"])
+@triton.jit(do_not_specialize=["first", "rows"], do_not_specialize_on_alignment=["index"])
 def _lookup(table, index, out, first, rows, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
