@@ -14,6 +14,7 @@ from spmd_serve.types import SamplingParams
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")]
 
+DEVICE = "cuda"
 GREEDY = {"temperature": 0.0, "ignore_eos": True}
 
 
@@ -24,23 +25,51 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 @pytest.fixture(scope="module")
 def reference(checkpoint: Path) -> Reference:
-    return Reference(checkpoint, "cuda")
+    return Reference(checkpoint, DEVICE)
 
 
-@pytest.fixture(params=[1, 16, 64])
-def llm(checkpoint: Path, request: pytest.FixtureRequest) -> Iterator[LLM]:
-    options = {
-        "model": checkpoint,
-        "page-size": request.param,
-        "max-batch-tokens": 256,
-        "num-pages": 32768 // request.param,
-    }
-    options |= {"max-num-seqs": 32, "device": "cuda"}
-    llm = LLM(*[text for name, value in options.items() for text in (f"--{name}", str(value))])
-    yield llm
-    llm.close()
-    del llm
-    torch.cuda.empty_cache()
+class Engines:
+    """One engine at a time, kept while tests ask for the same: its start takes longer than most tests."""
+
+    def __init__(self) -> None:
+        self._options: dict[str, object] = {}
+        self._llm: LLM | None = None
+
+    def get(self, checkpoint: Path, **options: object) -> LLM:
+        """options: the server's, with _ for -."""
+        options = {"model": checkpoint, "device": DEVICE} | options
+        if self._llm is None or options != self._options:
+            self.close()
+            arguments = [
+                text for name, value in options.items() for text in (f"--{name.replace('_', '-')}", str(value))
+            ]
+            self._llm, self._options = LLM(*arguments), options
+        return self._llm
+
+    def close(self) -> None:
+        if self._llm is not None:
+            self._llm.close()
+            self._llm = None
+            torch.cuda.empty_cache()
+
+
+@pytest.fixture(scope="module")
+def engines() -> Iterator[Engines]:
+    engines = Engines()
+    yield engines
+    engines.close()
+
+
+@pytest.fixture(scope="module", params=[1, 16, 64])
+def page_size(request: pytest.FixtureRequest) -> int:
+    """Of the module's scope, so that all tests of a size follow one another."""
+    return request.param  # type: ignore[no-any-return]
+
+
+@pytest.fixture
+def llm(engines: Engines, checkpoint: Path, page_size: int) -> LLM:
+    pages = 32768 // page_size
+    return engines.get(checkpoint, page_size=page_size, num_pages=pages, max_batch_tokens=256, max_num_seqs=32)
 
 
 def prompts(count: int) -> list[list[int]]:
@@ -54,12 +83,13 @@ def test_logprobs_of_mixed_batches(reference: Reference, llm: LLM) -> None:
 
 
 @pytest.mark.parametrize("rows", [1, 12, 40, 64, 90])
-def test_logprobs_of_each_way_through_the_linear_layers(checkpoint: Path, reference: Reference, rows: int) -> None:
+def test_logprobs_of_each_way_through_the_linear_layers(
+    engines: Engines, checkpoint: Path, reference: Reference, rows: int
+) -> None:
     """GEMV, `skinny.cu`, `wide.cu` (17 to 64 rows) and the matrix library, in captured steps of that many rows."""
-    llm = LLM("--model", str(checkpoint), "--num-pages", "512", "--max-num-seqs", "96", "--device", "cuda")
+    llm = engines.get(checkpoint, num_pages=2048, max_num_seqs=96, prefix_cache="off")
     lengths = [3 + 5 * i % 97 for i in range(rows)]
     check(reference, llm.generate(random_prompts(*lengths), SamplingParams(max_tokens=24, logprobs=0, **GREEDY)))
-    llm.close()
 
 
 def test_prompt_logprobs_and_prefix_hit(reference: Reference, llm: LLM) -> None:
@@ -74,28 +104,26 @@ def test_prompt_logprobs_and_prefix_hit(reference: Reference, llm: LLM) -> None:
     check(reference, [warm])
 
 
-def test_seeded_sampling_repeats(checkpoint: Path) -> None:
+def test_seeded_sampling_repeats(engines: Engines, checkpoint: Path) -> None:
     """The same request has the same tokens again. (Without the prefix cache: a hit computes other sums, which round.)"""
-    llm = LLM("--model", str(checkpoint), "--prefix-cache", "off", "--num-pages", "512", "--max-num-seqs", "8")
+    llm = engines.get(checkpoint, num_pages=2048, max_num_seqs=96, prefix_cache="off")
     params = SamplingParams(max_tokens=30, temperature=0.5, seed=42, ignore_eos=True)
     prompt = prompts(4)[3]
     first, again, twice = (llm.generate([prompt] * n, params)[-1].token_ids for n in (1, 1, 2))
     other = llm.generate([prompt], replace(params, seed=43))[0].token_ids
-    llm.close()
     assert first == again
     assert first[:3] == twice[:3], "another batch size may round otherwise, not sample otherwise"
     assert first != other
 
 
-def test_eager_and_captured_steps_agree(checkpoint: Path, reference: Reference) -> None:
+def test_eager_and_captured_steps_agree(engines: Engines, checkpoint: Path, reference: Reference) -> None:
     tokens = []
     for graphs in ("on", "off"):
-        llm = LLM("--model", str(checkpoint), "--cuda-graphs", graphs, "--num-pages", "512", "--max-num-seqs", "16")
+        llm = engines.get(checkpoint, cuda_graphs=graphs, num_pages=512, max_num_seqs=16)
         params = SamplingParams(max_tokens=20, logprobs=0, **GREEDY)
         results = llm.generate(prompts(5), params)
         check(reference, results)
         tokens.append([r.token_ids for r in results])
-        llm.close()
     same = sum(a == b for x, y in zip(*tokens, strict=True) for a, b in zip(x, y, strict=True))
     assert same >= 60
 
