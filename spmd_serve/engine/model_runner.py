@@ -102,15 +102,21 @@ class ModelRunner:
                 graphs.capture(progress=self._comm.rank == 0)
             self._graphs = graphs
         if self._device.type == "cuda":
-            # Kernels of small chunks, and those of filters over both types of logits, compile now and not under the first requests.
-            for count, params in (
-                (1, _PLAIN),
-                (8, _FILTERED),
-                (40, replace(_FILTERED, presence_penalty=1.0)),
-                (100, _PLAIN),
-            ):
-                if count <= min(self._limits.max_batch_tokens, self._limits.max_model_len, num_pages):
-                    self._run_dummy([count], params)
+            self._warm_up(num_pages)
+
+    def _warm_up(self, num_pages: int) -> None:
+        """Run steps with chunks of all kinds: kernels compile and libraries load now and not under the first requests.
+
+        Small chunks, filters over both types of logits, and a chunk beside a decoding row. Collective.
+        """
+        limits = self._limits
+        most = min(limits.max_batch_tokens - 1, limits.max_model_len - 1, (num_pages - 2) * limits.page_size)
+        penalised = replace(_FILTERED, presence_penalty=1.0)
+        for count, params in ((1, _PLAIN), (8, _FILTERED), (40, penalised), (100, _PLAIN)):
+            if count <= most:
+                self._run_dummy([count], params)
+        if most >= 1 and limits.max_num_seqs >= 2:
+            self._run_dummy([1, min(most, 300)], decodes=1)
 
     def close(self) -> None:
         """Let go of what would keep the ranks' process group from closing. No step may follow."""
@@ -143,18 +149,25 @@ class ModelRunner:
     def _graph_sizes(self) -> list[int]:
         return graph_sizes(min(self._limits.max_num_seqs, self._limits.max_batch_tokens))
 
-    def _run_dummy(self, counts: list[int], params: SamplingParams = _PLAIN) -> None:
-        """Prefill rows of `counts` tokens in pages from 0 on. What it leaves behind is overwritten by admissions."""
-        batch = ScheduledBatch(0, [])
+    def _run_dummy(self, counts: list[int], params: SamplingParams = _PLAIN, *, decodes: int = 0) -> None:
+        """Prefill rows of `counts` tokens in pages from 0 on; the first `decodes` a step earlier, and they decode beside the others.
+
+        What it leaves behind is overwritten by admissions.
+        """
+        earlier, batch = ScheduledBatch(0, []), ScheduledBatch(0, list(range(decodes)))
         first = 0
         for slot, count in enumerate(counts):
-            pages = -(-count // self._limits.page_size)
+            decodes_then = slot < decodes
+            pages = -(-(count + decodes_then) // self._limits.page_size)
             tokens = array("i", [0]) * count
-            batch.new_rows.append(NewRow(slot, slot, params, tokens, count, count, 0))
-            batch.page_writes.append((slot, 0, list(range(first, first + pages))))
-            batch.chunks.append(PrefillChunk(slot, 0, tokens, True))
+            into = earlier if decodes_then else batch
+            into.new_rows.append(NewRow(slot, slot, params, tokens, count, count, 0))
+            into.page_writes.append((slot, 0, list(range(first, first + pages))))
+            into.chunks.append(PrefillChunk(slot, 0, tokens, True))
             first += pages
-        self.launch(batch).wait()
+        for step in (earlier, batch):
+            if step.num_tokens:
+                self.launch(step).wait()
 
     @torch.inference_mode()
     def launch(self, batch: ScheduledBatch) -> PendingStep:

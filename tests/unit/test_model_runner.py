@@ -136,6 +136,28 @@ def test_chunks_decodes_and_mixtures_equal_transformers(
         assert got == greedy(model, prompt, len(got) - len(prompt))
 
 
+@pytest.mark.parametrize(("page_size", "pages"), [(1, 24), (16, 4), (16, 64)])
+def test_warming_up_fits_and_leaves_no_trace(
+    reference: tuple[LlamaForCausalLM, Path], page_size: int, pages: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, folder = reference
+    runner = make_runner(folder, page_size)
+    steps: list[ScheduledBatch] = []
+    launch = runner.launch
+    monkeypatch.setattr(runner, "launch", lambda batch: steps.append(batch) or launch(batch))
+    runner.allocate(pages)
+    runner._warm_up(pages)
+    assert any(step.chunks and step.decode_slots for step in steps)
+    assert max(page for step in steps for _, _, ids in step.page_writes for page in ids) < pages
+    runner.allocate(512)
+    driver = Driver(runner, page_size)
+    prompt = [5, 9, 17]
+    driver.run([], {0: 3}, [driver.start(0, prompt, SamplingParams(max_tokens=10, temperature=0.0))])
+    for _ in range(4):
+        driver.run([0], {}, [])
+    assert driver.tokens[0].tolist() == greedy(model, prompt, 5)
+
+
 def test_logprobs_equal_transformers(reference: tuple[LlamaForCausalLM, Path]) -> None:
     model, folder = reference
     driver = Driver(make_runner(folder, 16), 16)
