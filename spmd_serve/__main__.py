@@ -1,7 +1,7 @@
 """The entry under torchrun, the same on every rank: config -> ranks -> build -> step loop -> teardown.
 
 Rank 0 alone reads the command line; its Config reaches the others over the board. What a user did wrong is one line of rank 0
-and exit code 2 on every rank; a failure is exit code 1; a stop by signal is exit code 0.
+and exit code 2 on every rank, which the launch scripts do not restart; a failure is exit code 1; a stop by signal is exit code 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
@@ -23,7 +23,7 @@ from spmd_serve.config import Config, parse_args
 from spmd_serve.distributed.process import leave_process, tell_torchrun
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
-from spmd_serve.errors import ConfigError, FrontendError, RankLostError, SpmdServeError
+from spmd_serve.errors import REFUSALS, REFUSED, ConfigError, FrontendError, RankLostError, SpmdServeError
 from spmd_serve.logs import set_up_logs
 from spmd_serve.types import ModelInfo, ServiceState, StepOutput
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("spmd_serve")
 T = TypeVar("T")
 
-USER_ERROR = 2
 PEERS_GONE_S = 2.0  # how long a failed rank lets the others speak before its traceback
 FRONTEND_STOP_S = 2.0
 PORT_FREE_S = 10.0
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SpmdServeError as exc:
         if not isinstance(exc, RankLostError):  # else the rank at fault has said it
             _say_error(exc)
-        return USER_ERROR
+        return REFUSED if isinstance(exc, REFUSALS) else 1
 
 
 def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, _Over | None]:
@@ -85,7 +84,7 @@ def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, _Over | None]:
             raise ConfigError(f"--address-file: there is no folder {folder}")
     except ConfigError as exc:
         _say_error(exc)
-        return None, _Over(USER_ERROR, _one_line(exc))
+        return None, _Over(REFUSED, _one_line(exc))
     except SystemExit as exc:  # --help has been printed
         return None, _Over(int(exc.code or 0), "--help")
     return config, None
@@ -304,21 +303,9 @@ def _rank0_say_ready(url: str, name: str, config: Config, seconds: float) -> Non
         partial.replace(path)
 
 
-def _leave_word(environ: Mapping[str, str]) -> None:
-    """Tell launch/ranks.sh that this rank ended cleanly: torchrun's exit code is 1 whenever it was signalled."""
-    folder = environ.get("SPMD_SERVE_OUTCOME_DIR")
-    if folder:
-        attempt, local_rank = environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ.get("LOCAL_RANK", "0")
-        with contextlib.suppress(OSError):  # the folder is gone: nobody asks any more
-            Path(folder, f"{attempt}.{local_rank}").touch()
-
-
 def run() -> NoReturn:
     """Run this rank and leave the process."""
-    code = main()
-    if code == 0:
-        _leave_word(os.environ)
-    leave_process(code)  # all is torn down
+    leave_process(main())  # all is torn down
 
 
 if __name__ == "__main__":

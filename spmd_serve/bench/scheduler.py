@@ -40,7 +40,9 @@ class Figures:
     p99: float
     per_sequence: float
     digest: float
-    newcomer: float | None  # apply + schedule of one request of 1,008 cached tokens, beyond a step without it; None: no cache
+    newcomer: (
+        float | None
+    )  # apply + schedule of one request of 1,008 cached tokens, beyond a step without it; None: no cache
 
 
 class Driver:
@@ -144,7 +146,9 @@ def measure(sequences: int, cached_pages: int, *, steps: int, digest: str, seed:
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench scheduler", description=__doc__)
-    parser.add_argument("--sequences", type=parse_count, nargs="*", default=[16, 64, 256, 1024], help="decoding sequences")
+    parser.add_argument(
+        "--sequences", type=parse_count, nargs="*", default=[16, 64, 256, 1024], help="decoding sequences"
+    )
     parser.add_argument(
         "--cached-pages", type=int, nargs="*", default=[1_000, 10_000, 100_000], help="pages in the prefix cache"
     )

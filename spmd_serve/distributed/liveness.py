@@ -22,7 +22,7 @@ from spmd_serve.distributed.board import Board, Failure, Peer
 from spmd_serve.distributed.channel import is_peer_error, is_timeout
 from spmd_serve.distributed.process import is_dead, leave_process, parent_of, tell_torchrun
 from spmd_serve.distributed.signals import StopSignals
-from spmd_serve.errors import SpmdServeError
+from spmd_serve.errors import REFUSALS, SpmdServeError
 from spmd_serve.types import ServicePhase
 
 logger = logging.getLogger(__name__)
@@ -132,7 +132,7 @@ class Liveness:
         An error that only says that a peer has gone is a consequence: the peer's own report, or its silence, is waited for.
         """
         self._concluding = True
-        kind = "refused" if isinstance(exc, SpmdServeError) and self._control is None else "error"
+        kind = "refused" if isinstance(exc, REFUSALS) and self._control is None else "error"
         message = " ".join(f"{'' if kind == 'refused' else type(exc).__name__ + ': '}{exc}".split())
         details = "" if isinstance(exc, SpmdServeError) else "".join(traceback.format_exception(exc)).rstrip()
         own = Failure(self._own.rank, self._own.hostname, kind, message, details)
