@@ -142,9 +142,9 @@ def _run_rank(ranks: RankInfo, config: Config | None, over: _Over | None, signal
         signals.interrupts = True
         liveness.start()
         _serve(board.share("config", config), ranks, board, liveness, progress, stack)
-        with contextlib.suppress(RuntimeError):
-            board.say_gone()
-        return 0
+        stack.close()
+        leave_group()
+        return liveness.leave_together()  # still watched: a rank that does not come to its end would be waited for
     except BaseException as exc:
         stopped = isinstance(exc, Stopped) or liveness.stopped_while_starting  # what else fails then is a consequence
         if stopped and liveness.failure is None:  # else torchrun's SIGTERM is itself the consequence of a failure
@@ -178,8 +178,7 @@ def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack
 
 def _await_peers(board: Board) -> None:
     deadline = time.monotonic() + PEERS_GONE_S
-    others = [peer.rank for peer in board.peers if peer.rank != board.ranks.rank]
-    while not all(board.is_gone(rank) for rank in others) and time.monotonic() < deadline:
+    while not board.others_are_gone() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -214,6 +213,7 @@ def _serve(
         frontend = start_frontend(config, info, lambda reason: liveness.fail(FrontendError(reason)))
         stack.callback(frontend.stop, FRONTEND_STOP_S)
         liveness.on_failure = lambda reason: frontend.link.set_state(ServiceState.FAILED, reason)
+        stack.callback(liveness.forget_frontend)
 
     assembly = assemble(plan, ranks)
     if plan.device.type == "cuda":  # a step may wait for the device anywhere, not in calls of torch.cuda alone
@@ -240,8 +240,7 @@ def _serve(
     gc.enable()
     loop.run()
     progress.idle()
-    board.gather("stopped", True)  # still watched: a rank that dies now would be waited for
-    liveness.leave()
+    board.gather("stopped", True)
     assembly.runner.close()
     if ranks.rank == 0:
         logger.info("stopped: all %d ranks have left the step loop after step %s", ranks.world_size, progress.step)

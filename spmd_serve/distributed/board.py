@@ -158,6 +158,10 @@ class Board:
         """This rank leaves; its silence from now on is no failure."""
         self.store.set(f"gone/{self.ranks.rank}", "1")
 
+    def others_are_gone(self) -> bool:
+        """Whether every other rank has said so."""
+        return all(self.is_gone(peer.rank) for peer in self.peers if peer.rank != self.ranks.rank)
+
     def is_gone(self, rank: int) -> bool:
         """Whether a rank has said so."""
         return self.store.check([f"gone/{rank}"])
