@@ -33,7 +33,8 @@ HELP
     venv_environment_help
     cat <<'HELP'
 
-SIGTERM on any node drains them all. The script exits 0 after a clean drain, else with torchrun's code.
+SIGTERM on any node drains them all. The script exits 0 after a clean drain, 2 when the server
+refuses what it is given (which is not started again), else with torchrun's code.
 HELP
 }
 

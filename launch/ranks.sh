@@ -1,15 +1,24 @@
 #!/usr/bin/env bash
-# run_ranks: torchrun as a child, signals passed on, and an exit code that tells a clean drain from a failure.
+# run_ranks: torchrun as a child, signals passed on, and an exit code that tells a clean drain, a refusal and a failure apart.
 # Sourced by serve.sh and multinode.sh after venv.sh.
 
+# Ranks report by a file that they write as their last act: OUTCOME/ATTEMPT.LOCAL_RANK is a clean end, with .refused added
+# a refusal (wrong options, a model that cannot be served). Prints the number of the last attempt.
+last_attempt() { # last_attempt OUTCOME
+    find "$1" -name '[0-9]*.[0-9]*' -exec basename {} \; | sort -n | tail -n 1 | cut -d . -f 1
+}
+
+# True when the last attempt was refused. To torchrun its ranks ended well, or it would start them again (--max-restarts).
+refused() { # refused OUTCOME
+    compgen -G "$1/$(last_attempt "$1").*.refused" >/dev/null
+}
+
 # True when torchrun ended because it was signalled and each of its ranks reported a clean end. Then, and only then, its
-# exit code 1 is no failure. Ranks report by a file OUTCOME/ATTEMPT.LOCAL_RANK that they write as their last act;
-# torchrun itself writes down what ended it (TORCHELASTIC_ERROR_FILE).
+# exit code 1 is no failure. torchrun itself writes down what ended it (TORCHELASTIC_ERROR_FILE).
 drained_cleanly() { # drained_cleanly OUTCOME NPROC
     local outcome=$1 nproc=$2 attempt local_rank
     grep -qs '"SignalException: ' "$outcome/torchrun.json" || return 1
-    attempt=$(find "$outcome" -name '*.0' -exec basename {} .0 \; | sort -n | tail -n 1)
-    [ -n "$attempt" ] || return 1
+    attempt=$(last_attempt "$outcome")
     for ((local_rank = 0; local_rank < nproc; local_rank++)); do
         [ -e "$outcome/$attempt.$local_rank" ] || return 1
     done
@@ -26,7 +35,7 @@ pass_signal_on() {
     signals=$((signals + 1))
 }
 
-run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean end or drain, else torchrun's exit code
+run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean end or drain, 2 after a refusal, else torchrun's exit code
     local nproc=$1 outcome code cores torchrun signals=0 die_with_parent=()
     shift
     outcome=$(mktemp -d "${TMPDIR:-/tmp}/spmd_serve.XXXXXX") || die "no folder can be made in ${TMPDIR:-/tmp}; set TMPDIR"
@@ -55,6 +64,8 @@ run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean en
     if [ "$code" -ne 0 ] && drained_cleanly "$outcome" "$nproc"; then
         say "torchrun was signalled and all $nproc ranks ended cleanly: exit 0 (its traceback above is its way to say so)"
         code=0
+    elif [ "$code" -eq 0 ] && refused "$outcome"; then
+        code=2
     fi
     rm -rf "$outcome"
     return "$code"

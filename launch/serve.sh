@@ -23,7 +23,8 @@ HELP
     venv_environment_help | tail -n +2
     cat <<'HELP'
 
-Ctrl-C or SIGTERM drains: running requests finish, then the script exits 0. After a failure it exits with torchrun's code.
+Ctrl-C or SIGTERM drains: running requests finish, then the script exits 0. When the server refuses what it is given
+(options, model) it exits 2 and is not started again, after another failure it exits with torchrun's code.
 HELP
 }
 

@@ -1,7 +1,7 @@
 """The entry under torchrun, the same on every rank: config -> ranks -> build -> step loop -> teardown.
 
 Rank 0 alone reads the command line; its Config reaches the others over the board. What a user did wrong is one line of rank 0
-and exit code 2 on every rank; a failure is exit code 1; a stop by signal is exit code 0.
+and exit code 2 on every rank, which the launch scripts do not restart; a failure is exit code 1; a stop by signal is exit code 0.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import os
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
@@ -23,7 +23,7 @@ from spmd_serve.config import Config, parse_args
 from spmd_serve.distributed.process import leave_process, tell_torchrun
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
-from spmd_serve.errors import ConfigError, FrontendError, RankLostError, SpmdServeError
+from spmd_serve.errors import REFUSALS, REFUSED, ConfigError, FrontendError, RankLostError, SpmdServeError
 from spmd_serve.logs import set_up_logs
 from spmd_serve.types import ModelInfo, ServiceState, StepOutput
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger("spmd_serve")
 T = TypeVar("T")
 
-USER_ERROR = 2
 PEERS_GONE_S = 2.0  # how long a failed rank lets the others speak before its traceback
 FRONTEND_STOP_S = 2.0
 PORT_FREE_S = 10.0
@@ -72,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SpmdServeError as exc:
         if not isinstance(exc, RankLostError):  # else the rank at fault has said it
             _say_error(exc)
-        return USER_ERROR
+        return REFUSED if isinstance(exc, REFUSALS) else 1
 
 
 def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, _Over | None]:
@@ -85,7 +84,7 @@ def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, _Over | None]:
             raise ConfigError(f"--address-file: there is no folder {folder}")
     except ConfigError as exc:
         _say_error(exc)
-        return None, _Over(USER_ERROR, _one_line(exc))
+        return None, _Over(REFUSED, _one_line(exc))
     except SystemExit as exc:  # --help has been printed
         return None, _Over(int(exc.code or 0), "--help")
     return config, None
@@ -143,9 +142,9 @@ def _run_rank(ranks: RankInfo, config: Config | None, over: _Over | None, signal
         signals.interrupts = True
         liveness.start()
         _serve(board.share("config", config), ranks, board, liveness, progress, stack)
-        with contextlib.suppress(RuntimeError):
-            board.say_gone()
-        return 0
+        stack.close()
+        leave_group()
+        return liveness.leave_together()  # still watched: a rank that does not come to its end would be waited for
     except BaseException as exc:
         stopped = isinstance(exc, Stopped) or liveness.stopped_while_starting  # what else fails then is a consequence
         if stopped and liveness.failure is None:  # else torchrun's SIGTERM is itself the consequence of a failure
@@ -179,8 +178,7 @@ def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack
 
 def _await_peers(board: Board) -> None:
     deadline = time.monotonic() + PEERS_GONE_S
-    others = [peer.rank for peer in board.peers if peer.rank != board.ranks.rank]
-    while not all(board.is_gone(rank) for rank in others) and time.monotonic() < deadline:
+    while not board.others_are_gone() and time.monotonic() < deadline:
         time.sleep(0.05)
 
 
@@ -215,6 +213,7 @@ def _serve(
         frontend = start_frontend(config, info, lambda reason: liveness.fail(FrontendError(reason)))
         stack.callback(frontend.stop, FRONTEND_STOP_S)
         liveness.on_failure = lambda reason: frontend.link.set_state(ServiceState.FAILED, reason)
+        stack.callback(liveness.forget_frontend)
 
     assembly = assemble(plan, ranks)
     if plan.device.type == "cuda":  # a step may wait for the device anywhere, not in calls of torch.cuda alone
@@ -241,8 +240,7 @@ def _serve(
     gc.enable()
     loop.run()
     progress.idle()
-    board.gather("stopped", True)  # still watched: a rank that dies now would be waited for
-    liveness.leave()
+    board.gather("stopped", True)
     assembly.runner.close()
     if ranks.rank == 0:
         logger.info("stopped: all %d ranks have left the step loop after step %s", ranks.world_size, progress.step)
@@ -304,21 +302,9 @@ def _rank0_say_ready(url: str, name: str, config: Config, seconds: float) -> Non
         partial.replace(path)
 
 
-def _leave_word(environ: Mapping[str, str]) -> None:
-    """Tell launch/ranks.sh that this rank ended cleanly: torchrun's exit code is 1 whenever it was signalled."""
-    folder = environ.get("SPMD_SERVE_OUTCOME_DIR")
-    if folder:
-        attempt, local_rank = environ.get("TORCHELASTIC_RESTART_COUNT", "0"), environ.get("LOCAL_RANK", "0")
-        with contextlib.suppress(OSError):  # the folder is gone: nobody asks any more
-            Path(folder, f"{attempt}.{local_rank}").touch()
-
-
 def run() -> NoReturn:
     """Run this rank and leave the process."""
-    code = main()
-    if code == 0:
-        _leave_word(os.environ)
-    leave_process(code)  # all is torn down
+    leave_process(main())  # all is torn down
 
 
 if __name__ == "__main__":

@@ -18,6 +18,8 @@ SpmdServeError
 
 from __future__ import annotations
 
+REFUSED = 2  # exit code of a rank whose job was refused; a restart cannot cure that
+
 
 class SpmdServeError(Exception):
     """Base of everything that this package raises on purpose."""
@@ -91,3 +93,8 @@ class FrontendError(SpmdServeError, RuntimeError):
 
 class DeviceMemoryError(SpmdServeError, RuntimeError):
     """Out of device memory; the message names the option to change."""
+
+
+# Raised at the start, these say that what the user gave cannot be served. Of the others (a host that came late, memory that a
+# predecessor still holds) a restart may get rid.
+REFUSALS = (ConfigError, ModelError, FingerprintMismatchError)

@@ -40,7 +40,9 @@ class Figures:
     p99: float
     per_sequence: float
     digest: float
-    newcomer: float  # apply + schedule of one request of 1,008 cached tokens, beyond a step without it
+    newcomer: (
+        float | None
+    )  # apply + schedule of one request of 1,008 cached tokens, beyond a step without it; None: no cache
 
 
 class Driver:
@@ -115,9 +117,10 @@ def measure(sequences: int, cached_pages: int, *, steps: int, digest: str, seed:
     """Figures of one steady state."""
     driver = Driver(sequences, cached_pages, 2 * steps, digest, seed)
     times = [driver.run([]) for _ in range(steps)]
-    newcomer = float("nan")
+    newcomer = None  # there is no cache for it to look its prompt up in
     if cached_pages:
-        newcomer = median(with_it - without for with_it, without in driver.newcomers(min(steps // 4, 50)))
+        pairs = driver.newcomers(min(max(1, steps // 4), 50))
+        newcomer = 1e6 * median(with_it - without for with_it, without in pairs)
     rolling, digests = RollingDigest(digest), []
     for number, (_, _, _, batch) in enumerate(times):
         batch = replace(batch, step=number)
@@ -137,13 +140,15 @@ def measure(sequences: int, cached_pages: int, *, steps: int, digest: str, seed:
         p99=1e6 * quantile(totals, 0.99),
         per_sequence=1e6 * median(totals) / sequences,
         digest=1e6 * median(digests),
-        newcomer=1e6 * newcomer,
+        newcomer=newcomer,
     )
 
 
 def make_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench scheduler", description=__doc__)
-    parser.add_argument("--sequences", type=int, nargs="*", default=[16, 64, 256, 1024], help="decoding sequences")
+    parser.add_argument(
+        "--sequences", type=parse_count, nargs="*", default=[16, 64, 256, 1024], help="decoding sequences"
+    )
     parser.add_argument(
         "--cached-pages", type=int, nargs="*", default=[1_000, 10_000, 100_000], help="pages in the prefix cache"
     )
@@ -161,14 +166,16 @@ def main(argv: list[str]) -> int:
     rows = []
     if not args.json:
         print(f"microseconds a step, medians of {args.steps}; page size {PAGE_SIZE}, digest {args.digest}")
+        print(f"newcomer: one more request, whose {CACHED_PROMPT:,} prompt tokens are cached; - without a cache")
         print("sequences cached pages  schedule    commit     total       p99   per seq.    digest  newcomer")
     for sequences, cached_pages in states:
         row = measure(sequences, cached_pages, steps=args.steps, digest=args.digest, seed=args.seed)
         rows.append(row)
         if not args.json:
+            newcomer = "-" if row.newcomer is None else f"{row.newcomer:.1f}"
             print(
                 f"{row.sequences:9} {row.cached_pages:12}{row.schedule:10.1f}{row.commit:10.1f}{row.total:10.1f}{row.p99:10.1f}"
-                f"{row.per_sequence:11.3f}{row.digest:10.1f}{row.newcomer:10.1f}",
+                f"{row.per_sequence:11.3f}{row.digest:10.1f}{newcomer:>10}",
                 flush=True,
             )
     if args.json:

@@ -33,11 +33,12 @@ from spmd_serve.bench.dummy_core import DummyCore
 from spmd_serve.bench.stats import Timings, quantile
 from spmd_serve.bench.workloads import MAX_TOKEN_ID, parse_count, parse_range
 from spmd_serve.config import Config, ModelOptions, ServerOptions
-from spmd_serve.errors import ConfigError
+from spmd_serve.errors import REFUSED, ConfigError
 from spmd_serve.frontend.server import Frontend, ProcessFrontend, start_frontend
 from spmd_serve.types import ModelInfo, ServiceState
 
 START_TIMEOUT = 300.0  # seconds for a server to load its model
+ERROR = "spmd_serve.bench: error:"
 
 
 def make_parser() -> argparse.ArgumentParser:
@@ -172,20 +173,25 @@ def report_of(timings: Timings) -> dict[str, Any]:
 
 @contextmanager
 def started_server(args: argparse.Namespace) -> Iterator[str]:
-    """A server under torchrun; its URL."""
+    """A server under torchrun; its URL. Without one it exits: with 2 and no word when the server has said what it refuses."""
     with tempfile.TemporaryDirectory(prefix="spmd_serve-bench-") as folder:
         address = Path(folder) / "address"
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
         command += ["-m", "spmd_serve", "--port", "0", "--address-file", str(address)]
         command += ["--model", args.model] if args.model else []
-        server = subprocess.Popen([*command, *args.server_args.split()], stdout=sys.stderr)
+        # Ranks leave word of a refusal in the folder, and then torchrun adds no traceback to their one line. It would also warn
+        # that it sets this variable.
+        environ = {"OMP_NUM_THREADS": "1"} | os.environ | {"SPMD_SERVE_OUTCOME_DIR": folder}
+        server = subprocess.Popen([*command, *args.server_args.split()], stdout=sys.stderr, env=environ)
         try:
             deadline = time.monotonic() + START_TIMEOUT
             while not (address.is_file() and (url := address.read_text().strip())):
                 if server.poll() is not None:
-                    raise RuntimeError(f"the server ended with code {server.returncode}; see its messages above")
+                    if any(Path(folder).glob("*.refused")):
+                        raise SystemExit(REFUSED)
+                    raise SystemExit(f"{ERROR} the server ended with code {server.returncode}; see its messages above")
                 if time.monotonic() > deadline:
-                    raise RuntimeError(f"the server was not ready within {START_TIMEOUT:g} s")
+                    raise SystemExit(f"{ERROR} the server was not ready within {START_TIMEOUT:g} s")
                 time.sleep(0.1)
             yield url
         finally:

@@ -20,7 +20,7 @@ from typing import TypeVar
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from spmd_serve.distributed.ranks import CONNECT_TIMEOUT_S, RankInfo
-from spmd_serve.errors import DistributedError, RankLostError
+from spmd_serve.errors import REFUSED, DistributedError, RankLostError
 
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -66,7 +66,7 @@ class Failure:
 
     @property
     def exit_code(self) -> int:
-        return {"help": 0, "refused": 2}.get(self.kind, 1)
+        return {"help": 0, "refused": REFUSED}.get(self.kind, 1)
 
     def __str__(self) -> str:
         verb = {"error": " failed", "lost": " is lost", "hangs": " hangs"}.get(self.kind, "")
@@ -157,6 +157,10 @@ class Board:
     def say_gone(self) -> None:
         """This rank leaves; its silence from now on is no failure."""
         self.store.set(f"gone/{self.ranks.rank}", "1")
+
+    def others_are_gone(self) -> bool:
+        """Whether every other rank has said so."""
+        return all(self.is_gone(peer.rank) for peer in self.peers if peer.rank != self.ranks.rank)
 
     def is_gone(self, rank: int) -> bool:
         """Whether a rank has said so."""

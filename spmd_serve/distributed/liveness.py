@@ -22,7 +22,7 @@ from spmd_serve.distributed.board import Board, Failure, Peer
 from spmd_serve.distributed.channel import is_peer_error, is_timeout
 from spmd_serve.distributed.process import is_dead, leave_process, parent_of, tell_torchrun
 from spmd_serve.distributed.signals import StopSignals
-from spmd_serve.errors import SpmdServeError
+from spmd_serve.errors import REFUSALS, SpmdServeError
 from spmd_serve.types import ServicePhase
 
 logger = logging.getLogger(__name__)
@@ -32,7 +32,7 @@ SUSPECT_SILENCE_S = 1.2  # once a connection broke, the rank that is silent this
 EXPLAIN_S = 2.5  # how long a rank whose connection broke looks for the reason
 REPORT_S = 1.0  # how long a finding may take to get on the board
 START_STOP_S = 5.0  # how long the main thread may take to heed a stop while starting, and then to leave
-STOP_SILENCE_S = 10.0  # a rank that is silent this long after a stop while starting does not leave by itself
+STOP_SILENCE_S = 10.0  # a rank that is silent this long once all are to stop does not leave by itself
 GRACE_S = 3.0  # from a failure to the forced exit: rank 0 ends open requests in this time
 LATE_S = 2.0  # a watcher that comes this late was suspended or starved
 
@@ -100,10 +100,10 @@ class Liveness:
         return self._control is None and self.phase is not ServicePhase.RUN
 
     def leave_together(self) -> int:
-        """A stop while starting: leave when all ranks can. Returns the exit code.
+        """The last act of a stop: leave when all ranks can. Returns the exit code.
 
         torchrun waits for every rank. One that cannot leave, because it is stopped or hangs, must be named and ended by those
-        that can, or it is waited for without end.
+        that can, or it is waited for without end. Rank 0, which hears all of them, goes last.
         """
         self._leaving_together = True
         return self._leave_together(self._board)
@@ -112,14 +112,24 @@ class Liveness:
         with contextlib.suppress(RuntimeError):  # the store is gone: whoever hosts it has left already
             board.request_stop(ServicePhase.DRAIN)
             board.say_leaving()
-            while self.failure is None and not board.all_leave():
-                time.sleep(TICK_S / 4)
+            self._await(board.all_leave)
+            if self._own.rank == 0:
+                self._await(board.others_are_gone)
             if self.failure is None:
                 board.say_gone()
         self.leave()
         code = self.failure.exit_code if self.failure else 0
         _exit_after(START_STOP_S, code, "")
         return code
+
+    def _await(self, come: Callable[[], bool]) -> None:
+        while self.failure is None and not come():
+            time.sleep(TICK_S / 4)
+
+    def forget_frontend(self) -> None:
+        """It is about to end: nobody is to be told or woken any more."""
+        self.on_failure = lambda reason: None
+        self._wake = lambda: None
 
     def leave(self) -> None:
         """This rank needs the others no longer: ranks that go from now on are no failure, and nobody is to be woken."""
@@ -132,7 +142,7 @@ class Liveness:
         An error that only says that a peer has gone is a consequence: the peer's own report, or its silence, is waited for.
         """
         self._concluding = True
-        kind = "refused" if isinstance(exc, SpmdServeError) and self._control is None else "error"
+        kind = "refused" if isinstance(exc, REFUSALS) and self._control is None else "error"
         message = " ".join(f"{'' if kind == 'refused' else type(exc).__name__ + ': '}{exc}".split())
         details = "" if isinstance(exc, SpmdServeError) else "".join(traceback.format_exception(exc)).rstrip()
         own = Failure(self._own.rank, self._own.hostname, kind, message, details)
@@ -173,8 +183,8 @@ class Liveness:
             return
         self.phase = requested
         self._messenger.poke()
+        self._messenger.heard = dict.fromkeys(self._messenger.heard, time.monotonic())  # shorter silences count now
         if self._control is None:
-            self._messenger.heard = dict.fromkeys(self._messenger.heard, time.monotonic())  # shorter silences count now
             # The main thread may be anywhere: the signal ends a sleep or a system call, and its handler raises Stopped.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
             _after(START_STOP_S, self._leave_for_main_thread)
@@ -197,7 +207,15 @@ class Liveness:
 
     def _limit_drain(self, control: ControlOptions) -> None:
         limit = control.drain_timeout + GRACE_S + 1.5
-        _exit_after(limit, 1, f"the drain did not end within {limit:g} s")
+
+        def force() -> None:
+            if (
+                not self._leaving_together
+            ):  # else the drain has ended here, and the watcher ends the wait for the others
+                logger.warning("the drain did not end within %g s; leaving by force", limit)
+                leave_process(1)
+
+        _after(limit, force)
 
     def _look(self, now: float) -> None:
         messenger = self._messenger
@@ -232,10 +250,9 @@ class Liveness:
                 return self._blame(
                     peer, "lost", "its process is gone (killed, or out of memory?)" + self._last_seen(peer)
                 )
-        if control is not None:
-            limit = min(control.step_timeout, control.control_timeout)
-        else:
-            limit = START_SILENCE_S if self.phase is ServicePhase.RUN else STOP_SILENCE_S
+        limit = START_SILENCE_S if control is None else min(control.step_timeout, control.control_timeout)
+        if self.phase is not ServicePhase.RUN:
+            limit = min(limit, STOP_SILENCE_S)
         if self._suspects:
             limit = SUSPECT_SILENCE_S
         quiet = now - messenger.round_at

@@ -10,6 +10,8 @@ import time
 from pathlib import Path
 from typing import NoReturn
 
+from spmd_serve.errors import REFUSED
+
 
 def leave_process(code: int) -> NoReturn:
     """End this process, past library threads and the interpreter's own way out, which may hang or abort on them."""
@@ -18,7 +20,24 @@ def leave_process(code: int) -> NoReturn:
             AttributeError, OSError, ValueError
         ):  # None if closed at the start; its reader is gone
             stream.flush()
-    os._exit(code)
+    os._exit(_tell_launcher(code))
+
+
+def _tell_launcher(code: int) -> int:
+    """Leave word of this rank's end for whoever started torchrun (launch/ranks.sh); returns the code that torchrun is to see.
+
+    torchrun's own code says too little: it is 1 whenever torchrun was signalled, and whatever ranks return but 0 is for it a
+    failure, which it cures by --max-restarts. So a refusal is 0 to torchrun where somebody reads the word.
+    """
+    folder = os.environ.get("SPMD_SERVE_OUTCOME_DIR")
+    if not folder or code not in (0, REFUSED):
+        return code
+    attempt, local_rank = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"), os.environ.get("LOCAL_RANK", "0")
+    try:
+        Path(folder, f"{attempt}.{local_rank}{'.refused' if code else ''}").touch()
+    except OSError:  # the folder is gone: nobody asks any more
+        return code
+    return 0
 
 
 def tell_torchrun(message: str, details: str = "") -> None:

@@ -19,6 +19,7 @@ import llguidance
 import orjson
 
 from spmd_serve.errors import ModelError, OverloadedError, RequestError
+from spmd_serve.frontend.recursion import endless_references
 from spmd_serve.frontend.schemas import Generate
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.structured_output import MAX_SYMBOLS, Compiled, CompiledGrammars
@@ -143,6 +144,13 @@ def _serialise(kind: str, source: Any, field: str) -> str:
     if kind == "JSON schema":
         schema = orjson.loads(source) if isinstance(source, str) else source
         _check_nesting(schema, field)  # again: it may have been a string
+        endless = endless_references(schema)
+        if endless:
+            raise RequestError(
+                f"{field} is a JSON schema that no text fits: it requires {', '.join(endless[:3])} in itself without end; make "
+                "a property on the way optional, or give it another form (anyOf)",
+                param=field,
+            )
         return str(llguidance.LLMatcher.grammar_from_json_schema(schema, defaults=JSON_DEFAULTS))
     if kind == "regex":
         return str(llguidance.LLMatcher.grammar_from_regex(source))

@@ -10,11 +10,13 @@ Environment:
                  badload    finds the model damaged while the others load for a minute
                  slow       steps take four times as long
                  raise, token, hang, stop, kill    in a step: raises, samples another token, hangs, SIGSTOP, SIGKILL
+                 stopclose  SIGSTOP at the end, after the step loop
+                 stopleave  the same, once it has said that it is ready to leave
     STEP_TIME    seconds that a step takes
     SKEW         seconds by which the clock of rank FAULT_RANK is off
     HASHSEEDS    if set, every rank gets another PYTHONHASHSEED
     CONNECT_S    how long ranks wait for each other at the start, instead of the product's own time
-    SILENCE_S    how long a rank may be silent after a stop while starting, instead of the product's own time
+    SILENCE_S    how long a rank may be silent after a stop, instead of the product's own time
 
 Faults of the forward pass fire in the step that admits a request with the seed TRIGGER_SEED.
 """
@@ -52,7 +54,7 @@ def main() -> None:
 
         liveness.STOP_SILENCE_S = float(os.environ["SILENCE_S"])
     _replace_runner()
-    _come_late()
+    _replace_the_board()
     if FAULT == "software":
         _pretend_other_software()
     product.run()
@@ -83,7 +85,8 @@ def _replace_runner() -> None:
             pass
 
         def close(self) -> None:
-            pass
+            if FAULT == "stopclose":
+                os.kill(os.getpid(), signal.SIGSTOP)
 
         def launch(self, batch: ScheduledBatch) -> Step:
             if any(row.params.seed == TRIGGER_SEED for row in batch.new_rows):
@@ -128,7 +131,7 @@ def _replace_runner() -> None:
     assembly.build_runner = build_runner
 
 
-def _come_late() -> None:
+def _replace_the_board() -> None:
     from spmd_serve.distributed import board
 
     meet, gather = board.open_board, board.Board.gather
@@ -144,6 +147,13 @@ def _come_late() -> None:
             time.sleep(2)
         return values
 
+    def suspended_when_leaving(self: board.Board) -> None:
+        say_leaving(self)
+        os.kill(os.getpid(), signal.SIGSTOP)
+
+    say_leaving = board.Board.say_leaving
+    if FAULT == "stopleave":
+        board.Board.say_leaving = suspended_when_leaving
     if FAULT == "latemeet":
         board.open_board = meet_late
     if FAULT == "lateready":

@@ -11,6 +11,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
 from support.ports import free_port
 from support.server import STOP_S, wait_until
 from support.two_hosts import HOSTS, TwoHosts
@@ -51,6 +52,42 @@ def test_serve_sh_returns_0_when_torchrun_itself_was_signalled(tmp_path: Path) -
         assert process.wait(STOP_S) == 0
         print(f"SIGTERM to torchrun, bundled model, streams running: {time.monotonic() - began:.2f}")
     assert "all 2 ranks ended cleanly" in log_file.read_text()
+
+
+def refusals(log_file: Path) -> list[str]:
+    """What the server says of a refusal; a traceback of torchrun's would be another line."""
+    text = log_file.read_text()
+    assert "Traceback" not in text
+    return [line for line in text.splitlines() if line.startswith("spmd_serve: error:") or " ERROR rank " in line]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--max-num-seqs", "0"), "--max-num-seqs is 0; it must be between 1 and 65536"),
+        (("--model", "/no/such"), "--model /no/such: there is no such folder"),
+    ],
+)
+def test_a_refusal_is_not_started_again(tmp_path: Path, options: tuple[str, ...], says: str) -> None:
+    log_file = tmp_path / "log"
+    server = ("--port", str(free_port()), *SERVER, *options)
+    with script(log_file, str(LAUNCH / "serve.sh"), *server, NPROC="2", MAX_RESTARTS="3") as process:
+        assert process.wait(READY_S) == 2
+    (line,) = refusals(log_file)
+    assert says in line
+
+
+def test_a_refusal_is_not_started_again_on_two_hosts(hosts: TwoHosts, tmp_path: Path) -> None:
+    port, logs = free_port(), [tmp_path / host for host in HOSTS]
+    with contextlib.ExitStack() as stack:
+        processes = []
+        for rank, (host, log) in enumerate(zip(HOSTS, logs, strict=True)):
+            place = ("--head", HOSTS[0], "--port", str(port), "--nnodes", "2", "--node-rank", str(rank), "--nproc", "1")
+            command = (*hosts.on(host), str(LAUNCH / "multinode.sh"), *place, "--max-restarts", "3")
+            processes.append(stack.enter_context(script(log, *command, "--", "--model", "/no/such", *SERVER)))
+        assert [process.wait(READY_S) for process in processes] == [2, 2]
+    (line,) = refusals(logs[0])
+    assert "--model /no/such: there is no such folder" in line
 
 
 def test_multinode_sh_on_two_hosts_whose_own_names_are_loopback(hosts: TwoHosts, tmp_path: Path) -> None:

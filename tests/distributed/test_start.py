@@ -129,7 +129,7 @@ def test_ranks_with_other_software(start_job: StartJob) -> None:
 
 def test_world_sizes_that_differ(start_job: StartJob) -> None:
     job = start_job(bare=[{}, {"WORLD_SIZE": "3"}])
-    assert job.await_end(60) == 2
+    assert job.await_end(60) == 1
     (line,) = error_lines(job)
     assert "was started with a world size of 3" in line
     assert "Traceback" not in job.log
@@ -137,7 +137,7 @@ def test_world_sizes_that_differ(start_job: StartJob) -> None:
 
 def test_a_head_node_that_cannot_be_reached(start_job: StartJob) -> None:
     job = start_job(bare=[{}, {"MASTER_ADDR": "no-such-host.invalid"}], env={"CONNECT_S": "4"})
-    assert job.await_end(60) == 2
+    assert job.await_end(60) == 1
     (one, other) = sorted(error_lines(job))
     assert "rank 1 of 2 did not come within 4 s" in one
     assert "rank 1 on host" in other and "cannot reach the job's store at no-such-host.invalid" in other

@@ -110,3 +110,37 @@ def test_sigterm_when_some_ranks_serve_and_others_do_not_yet(start_job: StartJob
     assert job.await_end(12) == 0, job.log
     assert "stopped: all 2 ranks" in job.log
     assert "stopped while starting" not in job.log
+
+
+@pytest.mark.parametrize(
+    ("fault", "suspended", "told"),
+    [("stopclose", 0, 1), ("stopclose", 1, 0), ("stopclose", 1, None), ("stopleave", 1, 1)],
+)
+def test_a_rank_that_is_suspended_after_the_step_loop_does_not_keep_the_others(
+    start_job: StartJob, fault: str, suspended: int, told: int | None
+) -> None:
+    """The others have nothing left to do, and nobody else could tell torchrun what it waits for."""
+    job = start_job(env={"FAULT": fault, "FAULT_RANK": str(suspended), "SILENCE_S": "2"}).await_ready()
+    assert job.complete().status_code == 200
+    began = time.monotonic()
+    if told is None:
+        job.signal(signal.SIGTERM)
+    else:
+        job.signal_rank(told, signal.SIGTERM)
+    assert job.await_end(12) != 0
+    job.note(f"SIGTERM to {told}, {suspended} suspended after the step loop ({fault})", time.monotonic() - began)
+    assert f"rank {suspended} ({HOST}) is lost: no sign of life for" in job.log
+
+
+def test_a_rank_that_is_suspended_in_a_drain_is_named(start_job: StartJob) -> None:
+    """Sooner than a step may take, and than the drain may last."""
+    job = start_job(env={"SILENCE_S": "2"}).await_ready()
+    endless = job.stream().await_chunks()
+    job.signal_rank(0, signal.SIGTERM)
+    assert wait_until(lambda: job.complete().status_code == 503, 5)
+    began = time.monotonic()
+    job.signal_rank(1, signal.SIGSTOP)
+    assert endless.await_end(8) == "error"
+    assert job.await_end(12) != 0
+    job.note("SIGSTOP of a rank in a drain", time.monotonic() - began)
+    assert f"rank 1 ({HOST}) is lost: no sign of life for" in job.log

@@ -41,6 +41,7 @@ def check_error(response: httpx.Response, status: int, param: str | None = None)
         ("max_tokens", {"max_tokens": -1}),
         ("priority", {"priority": 1}),
         ("guided_json", {"guided_json": 5}),
+        ("guided_json", {"guided_json": {"type": "object", "properties": {"x": {"$ref": "#"}}, "required": ["x"]}}),
         ("prompt_logprobs", {"prompt": [5] * 8000, "prompt_logprobs": 20, "n": 100}),
         ("nothing", {"nothing": 1}),
         ("prompt", {"prompt": [49152]}),

@@ -59,8 +59,10 @@ def test_a_server_that_does_not_get_ready_fails_the_job(cluster: Cluster) -> Non
 
 def test_a_job_that_ends_before_it_is_ready_leaves_nothing_behind(cluster: Cluster) -> None:
     """Where SLURM tracks processes by their parents alone, whoever still polls would go on for START_TIMEOUT."""
-    job = cluster.submit("--nodes=1", server=("--model", "/no/such/model"), MAX_RESTARTS="0")
+    job = cluster.submit("--nodes=1", server=("--model", "/no/such/model"))
     job.wait_state("FAILED", seconds=60)
+    assert job.field("ExitCode") == "2:0"
+    assert job.log.count("spmd_serve: error: --model /no/such/model") == 1, "a refusal is not started again"
     assert "was not ready" not in job.log
     own = {"SPMD_SERVE_TEST": str(cluster.folder), "SLURM_JOB_ID": job.number}
     wait_until("no process is left", lambda: not processes(**own), 10)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import socket
+import subprocess
+import sys
 
 import pytest
 from support.fake_service import start_fake
@@ -39,3 +42,33 @@ def test_figures() -> None:
     total = Timings(first=[1.0], failures=1, failure="a")
     total.add(Timings(first=[2.0], failure="b", output_tokens=3))
     assert (total.first, total.failures, total.failure, total.output_tokens) == ([1.0, 2.0], 1, "a", 3)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "options", "says"),
+    [
+        (2, "--max-num-seqs 0", "--max-num-seqs is 0; it must be between 1 and 65536"),
+        (1, "--model /no/such", "--model /no/such: there is no such folder"),
+        (1, "--port {port}", "cannot listen on 127.0.0.1 port {port} (Address already in use)"),
+    ],
+)
+def test_a_server_that_refuses_to_start_is_one_line(ranks: int, options: str, says: str) -> None:
+    """A real one, under torchrun; nothing of torchrun's own is added."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        command = [sys.executable, "-m", "spmd_serve.bench", "serve", "--ranks", str(ranks)]
+        command += ["--server-args", options.format(port=port)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=90)
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert says.format(port=port) in line
+
+
+def test_a_server_that_ends_without_a_refusal(capfd: pytest.CaptureFixture[str]) -> None:
+    options = serve.make_parser().parse_args(["--server-args=--help"])
+    with pytest.raises(SystemExit) as ended, serve.started_server(options):
+        pass
+    assert ended.value.code == "spmd_serve.bench: error: the server ended with code 0; see its messages above"
+    assert "usage:" in capfd.readouterr().err

@@ -77,6 +77,14 @@ def optional_properties(count: int) -> dict[str, Any]:
     return {"type": "object", "properties": {f"p{i}": {"type": "integer"} for i in range(count)}}
 
 
+def node(*required: str) -> dict[str, Any]:
+    """A linked list; endless if "next" is required."""
+    reference = {"$ref": "#/$defs/node"}
+    properties = {"name": {"type": "string"}, "next": reference}
+    form = {"type": "object", "properties": properties, "required": list(required), "additionalProperties": False}
+    return reference | {"$defs": {"node": form}}
+
+
 @pytest.mark.parametrize(
     ("fields", "right", "wrong"),
     [
@@ -94,6 +102,7 @@ def optional_properties(count: int) -> dict[str, Any]:
         ),
         ({"structured_outputs": {"json": SCHEMA}}, '{"name":"Ann","age":5}', '{"name":5}'),
         ({"guided_json": json.dumps(SCHEMA)}, '{"name":"Ann","age":5}', '{"name":"Ann","age":500}'),
+        ({"guided_json": node("name")}, '{"name":"a","next":{"name":"b"}}', '{"name":"a","next":{}}'),
         ({"guided_regex": "[a-c]+[0-9]{2}"}, "abc12", "abd12"),
         ({"structured_outputs": {"regex": "(yes|no)"}}, "yes", "yesno"),
         ({"guided_choice": ["red", 'bl"ue\n']}, 'bl"ue\n', "green"),
@@ -173,7 +182,9 @@ def test_what_is_wrong_is_refused(compiler: GrammarCompiler, param: str, fields:
 
 
 @pytest.mark.parametrize(
-    "fields", [{"guided_json": {"$ref": "#"}}, {"guided_grammar": "start: A\nA: /a/ & /b/"}], ids=str
+    "fields",
+    [{"guided_json": {"$ref": "#"}}, {"guided_json": node("next")}, {"guided_grammar": "start: A\nA: /a/ & /b/"}],
+    ids=str,
 )
 def test_what_no_text_fits_is_said_to_be_that(compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match="that no text fits"):

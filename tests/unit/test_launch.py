@@ -211,9 +211,13 @@ def fake_torchrun(tmp_path: Path, body: str) -> str:
         ("ChildFailedError: ", ["0.0", "0.1"], 1, 1),  # a failure stays one, whatever the ranks reported
         ("", ["0.0", "0.1"], 3, 3),
         ("", [], 0, 0),
+        ("", ["0.0.refused", "0.1.refused"], 0, 2),
+        ("", ["9.0", "9.1", "10.0.refused", "10.1.refused"], 0, 2),
+        ("", ["0.0.refused", "1.0", "1.1"], 0, 0),  # one rank failed otherwise, and the restart helped
+        ("ChildFailedError: ", ["0.0.refused"], 1, 1),
     ],
 )
-def test_only_a_clean_drain_turns_torchruns_exit_code_into_0(
+def test_the_exit_code_is_torchruns_but_for_a_clean_drain_and_a_refusal(
     tmp_path: Path, error: str, reports: list[str], code: int, returns: int
 ) -> None:
     record = json.dumps({"message": {"message": error}})

@@ -5,11 +5,27 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 LEAVE = "from spmd_serve.distributed.process import leave_process; print('last words'); leave_process(3)"
 BUFFERED = os.environ | {"PYTHONUNBUFFERED": ""}  # so that it is the end that writes
+
+
+@pytest.mark.parametrize(
+    ("code", "torchrun_sees", "words"), [(0, 0, ["1.3"]), (2, 0, ["1.3.refused"]), (1, 1, []), (-1, 255, [])]
+)
+def test_whoever_asks_for_it_gets_word_of_the_end(
+    tmp_path: Path, code: int, torchrun_sees: int, words: list[str]
+) -> None:
+    """torchrun would start again what returned anything but 0, which is no use after a refusal."""
+    place = {"TORCHELASTIC_RESTART_COUNT": "1", "LOCAL_RANK": "3", "SPMD_SERVE_OUTCOME_DIR": str(tmp_path)}
+    command = [sys.executable, "-c", LEAVE.replace("(3)", f"({code})")]
+    assert subprocess.run(command, env=os.environ | place, timeout=60).returncode == torchrun_sees
+    assert [path.name for path in tmp_path.iterdir()] == words
+    place["SPMD_SERVE_OUTCOME_DIR"] = str(tmp_path / "gone")
+    assert subprocess.run(command, env=os.environ | place, timeout=60).returncode == code % 256
 
 
 def test_what_was_written_goes_out_before_the_end() -> None:

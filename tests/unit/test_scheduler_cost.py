@@ -21,13 +21,19 @@ def test_cost_does_not_grow_with_the_cache() -> None:
     small, large = (measure(32, pages, steps=40, digest="off", seed=0) for pages in (500, 20_000))
     assert large.cached_pages > 20 * small.cached_pages
     assert large.total < 3 * small.total
+    assert small.newcomer is not None and large.newcomer is not None
     assert large.newcomer < 3 * small.newcomer
 
 
 def test_report(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["--sequences", "4", "--cached-pages", "200", "--steps", "8", "--json"]) == 0
-    rows = json.loads(capsys.readouterr().out)
-    assert [row["sequences"] for row in rows] == [4, 64]
+    """What was not measured is no number: NaN is none in JSON."""
+    assert main(["--sequences", "4", "--cached-pages", "200", "--steps", "2", "--json"]) == 0
+    out = capsys.readouterr().out
+    assert "NaN" not in out
+    without, with_cache = json.loads(out)
+    assert (without["sequences"], with_cache["sequences"]) == (4, 64)
+    assert without["newcomer"] is None
+    assert isinstance(with_cache["newcomer"], float)
     assert main(["--sequences", "4", "--cached-pages", "--steps", "8"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 3 and lines[2].split()[0] == "4"
+    (row,) = [line.split() for line in capsys.readouterr().out.splitlines()[3:]]
+    assert (row[0], row[1], row[-1]) == ("4", "0", "-")
