@@ -80,15 +80,22 @@ def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, _Over | None]:
     try:
         config = parse_args(argv)
         _rank0_check_port(config)
-        folder = Path(config.server.address_file or "").parent
-        if not folder.is_dir():
-            raise ConfigError(f"--address-file: there is no folder {folder}")
+        if config.server.address_file is not None:
+            _check_address_file(Path(config.server.address_file))
     except ConfigError as exc:
         _say_error(exc)
         return None, _Over(USER_ERROR, _one_line(exc))
     except SystemExit as exc:  # --help has been printed
         return None, _Over(int(exc.code or 0), "--help")
     return config, None
+
+
+def _check_address_file(file: Path) -> None:
+    """It is written at the very end of the start, which may be minutes away."""
+    if not file.parent.is_dir():
+        raise ConfigError(f"--address-file: there is no folder {file.parent}")
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        raise ConfigError(f"--address-file: {file} cannot be written; give the name of a file")
 
 
 def _rank0_check_port(config: Config) -> None:

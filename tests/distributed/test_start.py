@@ -39,6 +39,9 @@ def test_an_address_file_in_no_folder_is_told_before_anything_is_loaded(
     config, over = _rank0_options(["--port", "0", "--address-file", str(tmp_path / "none" / "address")])
     assert config is None and over is not None and over.exit_code == 2
     assert capsys.readouterr().err == f"spmd_serve: error: --address-file: there is no folder {tmp_path / 'none'}\n"
+    _, over = _rank0_options(["--port", "0", "--address-file", str(tmp_path)])
+    assert over is not None and over.exit_code == 2
+    assert f"{tmp_path} cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["", " secret", "secret\n"])

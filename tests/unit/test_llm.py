@@ -10,7 +10,7 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from spmd_serve.errors import RequestError
+from spmd_serve.errors import DeviceMemoryError, RequestError
 from spmd_serve.llm import LLM
 from spmd_serve.types import SamplingParams
 
@@ -111,3 +111,10 @@ def test_after_an_interruption_it_says_that_it_cannot_go_on(tmp_path: Path) -> N
     again.close()
     with pytest.raises(RuntimeError, match="closed; make a new LLM"):
         again.generate([[6]], GREEDY)
+
+
+def test_a_pool_that_no_memory_holds_is_one_line(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    pool = ("--page-size", "1024", "--num-pages", str(2**31 - 1))  # more than a process can address
+    with pytest.raises(DeviceMemoryError, match="fewer --num-pages"):
+        LLM("--model", str(tmp_path), "--load-format", "dummy", "--device", "cpu", *pool)
