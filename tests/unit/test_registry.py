@@ -276,6 +276,14 @@ def test_what_is_not_known_is_refused(tmp_path: Path, config: dict[str, Any], me
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "1 numbers where .* 4"),
         ({"layer_types": ["full_attention"]}, "IndexError"),
         ({"rope_scaling": "linear"}, "TypeError"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"hidden_size": -64, "head_dim": 8}, "hidden_size is -64"),
+        ({"num_hidden_layers": 0}, "num_layers is 0"),
+        ({"intermediate_size": [128, 256]}, "intermediate_size is"),
+        ({"max_position_embeddings": None}, "max_position is None"),
+        ({"rms_norm_eps": "1e-5"}, "norm_eps is '1e-5'"),
+        ({"head_dim": 7}, "7 dimensions of a head .* no even number"),
+        ({"text_config": 5}, "AttributeError"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_is_loaded(
