@@ -12,6 +12,8 @@ from spmd_serve.errors import OverloadedError, RequestError
 
 READ_TIMEOUT = 60.0  # seconds for the whole body
 BODIES_AT_ONCE = 32  # bodies of the largest size that may be held together
+# What a header may say of a body that is read as it comes.
+_PLAIN = {"Content-Encoding": "identity", "Transfer-Encoding": "chunked"}
 
 
 class BodyReader:
@@ -32,13 +34,14 @@ class BodyReader:
         """
         held = 0
         try:
-            encoding = ", ".join(request.headers.getlist("content-encoding"))
-            if encoding.strip().lower() not in ("", "identity"):
-                raise RequestError(
-                    f"Content-Encoding '{encoding[:100]}' is not supported; send the body as it is",
-                    status=415,
-                    code="unsupported_content_encoding",
-                )
+            for header, plain in _PLAIN.items():
+                encoding = ", ".join(request.headers.getlist(header))
+                if encoding.strip().lower() not in ("", plain):
+                    raise RequestError(
+                        f"{header} '{encoding[:100]}' is not supported; send the body as it is",
+                        status=415,
+                        code="unsupported_content_encoding",
+                    )
             announced = request.headers.get("content-length", "")
             if announced.isdigit() and int(announced) > self._limit:
                 raise self._too_large()

@@ -342,6 +342,10 @@ COMMON = [
     ("cache_salt", {"cache_salt": "s" * 257}),
     ("response_format.type", {"response_format": {"type": "xml"}}),
     ("response_format", {"response_format": {"type": "json_schema"}}),
+    *(
+        ("response_format.json_schema", {"response_format": {"type": kind, "json_schema": {"name": "a", "schema": {}}}})
+        for kind in ("text", "json_object")
+    ),
     ("response_format", {"response_format": "json"}),
     ("structured_outputs", {"structured_outputs": {}}),
     ("unknown", {"unknown": 1}),
@@ -491,6 +495,8 @@ def test_wrong_token_bodies(planner: Planner) -> None:
     for make, param, fields in (
         (planner.tokenize, "prompt", {}),
         (planner.tokenize, "prompt", {"prompt": "a", "messages": HELLO}),
+        (planner.tokenize, "add_generation_prompt", {"prompt": "a", "add_generation_prompt": True}),
+        (planner.tokenize, "chat_template_kwargs", {"prompt": "a", "chat_template_kwargs": {}}),
         (planner.tokenize, "model", {"prompt": "a", "model": "other"}),
         (planner.detokenize, "tokens", {}),
         (planner.detokenize, "tokens[0]", {"tokens": ["a"]}),
