@@ -149,6 +149,7 @@ ALIASES = {
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_MAX_LAYERS = 10_000
 _SIZES = (
     "vocab_size",
     "hidden_size",
@@ -322,6 +323,8 @@ def _layers(
     rope_layer: Callable[[Raw, int], bool] | None,
 ) -> tuple[LayerSpec, ...]:
     count = raw["num_hidden_layers"]
+    if count > _MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {count}")
     types = raw.get("layer_types")
     layers = []
     for i in range(count):

@@ -278,6 +278,7 @@ def test_what_is_not_known_is_refused(tmp_path: Path, config: dict[str, Any], me
         ({"rope_scaling": "linear"}, "TypeError"),
         ({"vocab_size": 0}, "vocab_size is 0"),
         ({"hidden_size": -64, "head_dim": 8}, "hidden_size is -64"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),
         ({"num_hidden_layers": 0}, "num_layers is 0"),
         ({"intermediate_size": [128, 256]}, "intermediate_size is"),
         ({"max_position_embeddings": None}, "max_position is None"),
