@@ -121,7 +121,10 @@ def _is_whole(folder: Path) -> bool:
 
 def cache_root() -> Path:
     """This package's folder in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd_serve"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd_serve"
+    except RuntimeError:  # a container's user may have no home
+        raise ModelError("this user has no home folder for the cache; set HOME or XDG_CACHE_HOME") from None
 
 
 def _content_key(path: Path) -> str:

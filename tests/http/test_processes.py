@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -134,6 +135,18 @@ def test_a_stopped_child_ends_all_requests_once() -> None:
         (reason,) = deaths
         assert "process 0 has given no sign of life" in reason
         assert all(end == "RemoteProtocolError" or end.count(reason) == 1 for end in ends), ends
+    finally:
+        service.close()
+
+
+def test_a_folder_for_temporary_files_with_a_long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters have them; a socket's address may be 107 bytes long."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    service = start_fake(Config(server=ServerOptions(frontend="process")))
+    try:
+        assert service.http.get("/health").status_code == 200
     finally:
         service.close()
 

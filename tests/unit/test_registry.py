@@ -358,6 +358,19 @@ def test_bundled_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) ->
         resolved(ModelOptions().model)
 
 
+def test_a_home_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        resolved("~nobody-of-this-name/model")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(ModelError, match="set HOME or XDG_CACHE_HOME"):
+        resolved("owner/name")
+
+
 def test_hub_download_asks_for_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[dict[str, Any]] = []
 
