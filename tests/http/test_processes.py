@@ -101,8 +101,8 @@ def test_nobody_else_may_have_the_port(service: FakeService) -> None:
 def test_signals_to_the_group_do_not_end_the_children(service: FakeService) -> None:
     """Ctrl-C reaches all processes of the terminal; the parent decides when to drain."""
     for pid in pids(service):
-        os.kill(pid, signal.SIGINT)
-        os.kill(pid, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
     time.sleep(0.2)
     assert all(httpx.get(f"{service.url}/health").status_code == 200 for _ in range(4))
 

@@ -212,7 +212,8 @@ def test_a_slow_rank_waits_if_its_device_does(device: Callable[[], bool], expect
 
 @pytest.fixture
 def signals() -> Iterator[StopSignals]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     installed = StopSignals()
     installed.install()
     yield installed
@@ -231,6 +232,15 @@ def test_the_same_signal_twice_at_once_is_one_request(signals: StopSignals, monk
     os.kill(os.getpid(), signal.SIGTERM)
     assert signals.read(1) is ServicePhase.STOP
     assert REPEAT_S == 1.0
+
+
+def test_a_closed_terminal_drains_unless_nohup_says_otherwise(signals: StopSignals) -> None:
+    signals.interrupts = False
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signals.read(1) is ServicePhase.DRAIN
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signals.install()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_a_poke_is_no_signal(signals: StopSignals) -> None:
