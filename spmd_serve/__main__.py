@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import shlex
 import socket
 import sys
 import time
@@ -301,7 +302,7 @@ def _rank0_say_ready(url: str, name: str, config: Config, seconds: float) -> Non
     # Few tokens: what is sampled without a limit may go on for the whole context.
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50})
     key = " -H 'Authorization: Bearer '$SPMD_SERVE_API_KEY" if config.server.api_key else ""
-    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
     with contextlib.suppress(OSError):  # nobody reads stdout any more, which is no reason not to serve
         print(f"spmd_serve: ready at {url} after {seconds:.1f} s; try: {curl}", flush=True)
     if config.server.address_file:

@@ -228,6 +228,15 @@ def _flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _is_utf8(text: str) -> bool:
+    """Python keeps other bytes of a command line as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _check_bounds(section: Any) -> None:
     for f in dataclasses.fields(section):
         value, low, high = getattr(section, f.name), f.metadata["minimum"], f.metadata["maximum"]
@@ -235,6 +244,8 @@ def _check_bounds(section: Any) -> None:
             continue
         if f.metadata["choices"] and value not in f.metadata["choices"]:
             raise ConfigError(f"{_flag_name(f.name)} is '{value}'; it may be {', '.join(f.metadata['choices'])}")
+        if isinstance(value, str) and not _is_utf8(value):  # its place may be JSON, or a library of another language
+            raise ConfigError(f"{_flag_name(f.name)} has bytes that are not UTF-8: {value!a}")
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             continue
         most = LARGEST if high is None else high

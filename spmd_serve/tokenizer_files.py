@@ -21,8 +21,8 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         value = json.loads(path.read_bytes())  # UTF-8 with or without a BOM, whatever the locale says
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}); fetch the model again") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable as JSON ({error}); fetch the model again") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object; fetch the model again")
     return value

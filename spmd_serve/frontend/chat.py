@@ -67,9 +67,9 @@ def find_template(folder: Path, file: str | None) -> str | None:
     if path.is_file():
         try:
             return path.read_text(encoding="utf-8-sig")  # a BOM would be part of each prompt
-        except UnicodeDecodeError as error:
+        except (OSError, UnicodeDecodeError) as error:
             raise ModelError(
-                f"the chat template {path} is not UTF-8 ({error}); give another with --chat-template"
+                f"the chat template {path} is not readable UTF-8 ({error}); give another with --chat-template"
             ) from None
     if file is not None:
         raise ModelError(f"--chat-template {file} is not a file")

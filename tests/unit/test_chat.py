@@ -183,7 +183,7 @@ def test_templates_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
         environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # files are ASCII
         subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
     template.write_bytes(b"\xe9")
-    with pytest.raises(ModelError, match=r"chat_template\.jinja is not UTF-8"):
+    with pytest.raises(ModelError, match=r"chat_template\.jinja is not readable UTF-8"):
         find_template(tmp_path, None)
 
 

@@ -31,11 +31,13 @@ from spmd_serve.errors import ConfigError
         ("--num-pages", "10000000000000"),
         ("--max-queue", "1" + "0" * 30),
         ("--threads", "100000"),
+        ("--served-model-name", "a\udcff"),  # as Python has a byte that is not UTF-8
+        ("--model", "/models/\udcff"),
         ("--frontend", "process:99999"),
         ("--frontend", "process:\u00b2"),
     ],
 )
-def test_numbers_that_nothing_can_hold(option: str, value: str) -> None:
+def test_values_that_nothing_can_hold(option: str, value: str) -> None:
     with pytest.raises(ConfigError, match=option):
         parse_args([option, value])
 
