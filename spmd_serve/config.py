@@ -175,7 +175,11 @@ class EngineOptions:
         None, "prepare step k+1 while step k runs (default: on for GPUs, off for CPUs)", parse=_parse_switch
     )
     threads: int | None = option(
-        None, "CPU threads per rank (default: the host's cores / its ranks)", parse=int, minimum=1, maximum=1024
+        None,
+        "CPU threads per rank (default: the cores that the host's ranks may use, shared)",
+        parse=int,
+        minimum=1,
+        maximum=1024,
     )
 
 

@@ -18,6 +18,7 @@ from spmd_serve.distributed.board import Board, Peer
 from spmd_serve.distributed.channel import is_peer_error, peer_error
 from spmd_serve.distributed.fingerprint import check_fingerprints
 from spmd_serve.distributed.liveness import Liveness, holds_up
+from spmd_serve.distributed.process import usable_cores
 from spmd_serve.distributed.ranks import RankInfo, choose_interface, interfaces, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import REPEAT_S, Stopped, StopSignals
 from spmd_serve.errors import ConfigError, ControlTimeoutError, FingerprintMismatchError, RankLostError
@@ -62,7 +63,7 @@ def test_an_impossible_environment(change: dict[str, str], says: str) -> None:
 
 
 def test_ranks_share_the_cores() -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     assert threads_per_rank(RankInfo()) == cores
     assert threads_per_rank(RankInfo(0, 64, 0, 64)) == max(1, cores // 64)
 
