@@ -29,7 +29,7 @@ class BodyReader:
         """The body; it counts as held until the block is left.
 
         Raises:
-            RequestError: encoded (415), too large (413), too slow (408), cut off (400).
+            RequestError: encoded (415), too large (413), too slow (408), cut off (499).
             OverloadedError: all bodies together are too large now, or the server stops before this one has come.
         """
         held = 0
@@ -61,7 +61,8 @@ class BodyReader:
             except asyncio.CancelledError:  # uvicorn's, when the time for open requests is up
                 raise OverloadedError("the server is shutting down", retry_after=5) from None
             except ClientDisconnect:
-                raise RequestError("the client left before the body was complete") from None
+                # Nobody gets it, but it is counted: by the status that nginx has for this, for nothing wrong was asked.
+                raise RequestError("the client left before the body was complete", status=499) from None
             yield b"".join(parts)
         finally:
             self._held -= held
