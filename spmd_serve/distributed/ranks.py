@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING
 
+from spmd_serve.distributed.process import usable_cores
 from spmd_serve.errors import ConfigError, DistributedError
 
 if TYPE_CHECKING:
@@ -102,9 +103,8 @@ def die_with_parent() -> None:
 
 
 def threads_per_rank(ranks: RankInfo) -> int:
-    """CPU threads for each rank of this host, when its ranks share the cores that they may run on."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // ranks.local_world_size)
+    """CPU threads for each rank of this host, when its ranks share the cores that they may use."""
+    return max(1, usable_cores() // ranks.local_world_size)
 
 
 # ---- the network interface of gloo and NCCL ---------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT, noticed at once even while the main thread is inside a collective."""
+"""SIGTERM, SIGINT and SIGHUP, noticed at once even while the main thread is inside a collective."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from types import FrameType
 from spmd_serve.types import ServicePhase
 
 REPEAT_S = 1.0  # SLURM and torchrun both pass the same signal on: a second one sooner than this is the same request
-_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+# SIGHUP: the terminal was closed. torchrun passes it on as well, and gives the ranks no handler of their own for it.
+_STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 class Stopped(BaseException):
@@ -40,7 +41,8 @@ class StopSignals:
         """Take over the signals; from the main thread."""
         signal.set_wakeup_fd(self._pipe_in, warn_on_full_buffer=False)
         for number in _STOP_SIGNALS:
-            signal.signal(number, self._handle)
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # else under nohup
+                signal.signal(number, self._handle)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         self.stopped_at = self.stopped_at or time.monotonic()

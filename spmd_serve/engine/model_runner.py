@@ -189,7 +189,13 @@ class ModelRunner:
 
     def _make_kv(self, num_pages: int) -> KVCache:
         kv_heads = len(self._partition.kv_heads)
-        return KVCache(self._model, kv_heads, num_pages, self._limits.page_size, self._kv_dtype, self._device)
+        try:
+            return KVCache(self._model, kv_heads, num_pages, self._limits.page_size, self._kv_dtype, self._device)
+        except (OSError, OverflowError, torch.OutOfMemoryError) as exc:  # mmap's, where the device is the CPU
+            raise DeviceMemoryError(
+                f"there is no memory for a KV pool of {num_pages} pages: give fewer --num-pages, or less --kv-memory or "
+                "--gpu-memory-utilization"
+            ) from exc
 
     def _admit(self, batch: ScheduledBatch) -> None:
         rows = self._rows

@@ -12,6 +12,8 @@ from spmd_serve.errors import OverloadedError, RequestError
 
 READ_TIMEOUT = 60.0  # seconds for the whole body
 BODIES_AT_ONCE = 32  # bodies of the largest size that may be held together
+# What a header may say of a body that is read as it comes.
+_PLAIN = {"Content-Encoding": "identity", "Transfer-Encoding": "chunked"}
 
 
 class BodyReader:
@@ -27,18 +29,19 @@ class BodyReader:
         """The body; it counts as held until the block is left.
 
         Raises:
-            RequestError: encoded (415), too large (413), too slow (408), cut off (400).
+            RequestError: encoded (415), too large (413), too slow (408), cut off (499).
             OverloadedError: all bodies together are too large now, or the server stops before this one has come.
         """
         held = 0
         try:
-            encoding = ", ".join(request.headers.getlist("content-encoding"))
-            if encoding.strip().lower() not in ("", "identity"):
-                raise RequestError(
-                    f"Content-Encoding '{encoding[:100]}' is not supported; send the body as it is",
-                    status=415,
-                    code="unsupported_content_encoding",
-                )
+            for header, plain in _PLAIN.items():
+                encoding = ", ".join(request.headers.getlist(header))
+                if encoding.strip().lower() not in ("", plain):
+                    raise RequestError(
+                        f"{header} '{encoding[:100]}' is not supported; send the body as it is",
+                        status=415,
+                        code="unsupported_content_encoding",
+                    )
             announced = request.headers.get("content-length", "")
             if announced.isdigit() and int(announced) > self._limit:
                 raise self._too_large()
@@ -58,7 +61,8 @@ class BodyReader:
             except asyncio.CancelledError:  # uvicorn's, when the time for open requests is up
                 raise OverloadedError("the server is shutting down", retry_after=5) from None
             except ClientDisconnect:
-                raise RequestError("the client left before the body was complete") from None
+                # Nobody gets it, but it is counted: by the status that nginx has for this, for nothing wrong was asked.
+                raise RequestError("the client left before the body was complete", status=499) from None
             yield b"".join(parts)
         finally:
             self._held -= held

@@ -20,6 +20,8 @@ from spmd_serve.frontend.schemas import Message
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.tokenizer_files import read_json
 
+# Of a request; as variables of a template they would have no effect, or another one.
+OWN_FIELDS = {"messages", "add_generation_prompt", "continue_final_message", "chat_template"}
 AFTER_TAG = "  "  # white space that shows whether a template trims contents
 
 
@@ -63,13 +65,19 @@ def find_template(folder: Path, file: str | None) -> str | None:
     """
     path = Path(file) if file is not None else folder / "chat_template.jinja"
     if path.is_file():
-        return path.read_text()
+        try:
+            return path.read_text(encoding="utf-8-sig")  # a BOM would be part of each prompt
+        except (OSError, UnicodeDecodeError) as error:
+            raise ModelError(
+                f"the chat template {path} is not readable UTF-8 ({error}); give another with --chat-template"
+            ) from None
     if file is not None:
         raise ModelError(f"--chat-template {file} is not a file")
     found = (read_json(folder / name).get("chat_template") for name in ("tokenizer_config.json", "chat_template.json"))
     value = next((template for template in found if template), None)
     if isinstance(value, list):  # several named templates
-        value = {entry["name"]: entry["template"] for entry in value}.get("default")
+        named = [entry for entry in value if isinstance(entry, dict) and entry.get("name") == "default"]
+        value = named[0].get("template") if named else None
     return value if isinstance(value, str) else None
 
 
@@ -107,7 +115,7 @@ class ChatTemplate:
                 "this model has no chat template; use /v1/completions, or start the server with --chat-template",
                 param="messages",
             )
-        taken = sorted({"messages", "add_generation_prompt"} & extra.keys())
+        taken = sorted(OWN_FIELDS & extra.keys())
         if taken:
             raise RequestError(
                 f"chat_template_kwargs has {' and '.join(taken)}; use the request's own field",

@@ -34,9 +34,9 @@ def _die_with_parent(parent: int) -> None:
 
 
 def main() -> int:
-    # Ctrl-C and torchrun's SIGTERM also come here; the parent decides when the drain is over.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Ctrl-C, a closed terminal and torchrun's SIGTERM also come here; the parent decides when the drain is over.
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSettings)
     _die_with_parent(settings.parent)
     logging.basicConfig(

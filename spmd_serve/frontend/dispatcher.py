@@ -184,7 +184,8 @@ class Dispatcher:
                 self._metrics.first_token.observe(now - choice.generation.submitted)
             choice.last_token_time = now
             token = output.tokens[row]
-            matched = choice.push(token, hidden is None or row not in hidden)
+            shown = hidden is None or row not in hidden or choice.generation.plan.include_stop
+            matched = choice.push(token, shown)
             if output.logprobs and row in output.logprobs:
                 logprob = output.logprobs[row]
                 choice.cumulative_logprob += logprob.logprob

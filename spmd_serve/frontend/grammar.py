@@ -109,6 +109,11 @@ def _sources(body: Generate) -> list[tuple[str, str, Any]]:
     """(field, kind, source) of everything that the body asks for."""
     found: list[tuple[str, str, Any]] = []
     form = body.response_format
+    if form is not None and form.json_schema is not None and form.type != "json_schema":
+        raise RequestError(
+            f"response_format has a json_schema, which its type '{form.type}' does not follow; the type json_schema does",
+            param="response_format.json_schema",
+        )
     if form is not None and form.type == "json_object":
         found.append(("response_format", "JSON schema", {"type": "object"}))
     elif form is not None and form.type == "json_schema":

@@ -14,6 +14,10 @@ from spmd_serve.frontend.schemas import Body
 BodyType = TypeVar("BodyType", bound=Body)
 
 
+# Where JSON ends at a value that it does not have, such as NaN, None or True, what stands before it is the field's name.
+_KEY_BEFORE = re.compile(r'"([^"\\]{1,256})"\s*:\s*-?$')
+
+
 def parse_body(data: bytes, schema: type[BodyType]) -> BodyType:
     """Validate a body.
 
@@ -23,7 +27,10 @@ def parse_body(data: bytes, schema: type[BodyType]) -> BodyType:
     try:
         value = orjson.loads(data)
     except orjson.JSONDecodeError as error:
-        raise RequestError(f"the body is not valid JSON: {error}") from None
+        field = _KEY_BEFORE.search(error.doc[max(0, error.pos - 300) : error.pos])
+        name = _printable(field[1]) if field else None
+        where = f"'{name}' has a value that is no JSON" if name else "the body is not valid JSON"
+        raise RequestError(f"{where}: {error}", param=name) from None
     if not isinstance(value, dict):
         raise RequestError("the body must be a JSON object")
     try:
@@ -41,13 +48,17 @@ def _request_error(error: ValidationError, body: Any) -> RequestError:
     param = ""
     for item in loc:
         param += f"[{item}]" if isinstance(item, int) else f".{item}" if param else str(item)
-    param = re.sub(r"[^\x20-\x7e]", "?", param)[:256]
+    param = _printable(param)
     if kind == "extra_forbidden":
         return RequestError(f"'{param}' is not a field of this request", param=param, code="unknown_field")
     if kind == "missing":
         return RequestError(f"'{param}' is missing", param=param, code="missing_field")
     code = "unsupported_field" if kind == "refused" and "not supported" in message else None
     return RequestError(f"'{param}' {message[:1].lower()}{message[1:]}", param=param, code=code)
+
+
+def _printable(name: str) -> str:
+    return re.sub(r"[^\x20-\x7e]", "?", name)[:256]
 
 
 def _path(loc: tuple[int | str, ...], body: Any, *, missing: bool) -> list[int | str]:

@@ -17,6 +17,7 @@ from spmd_serve.frontend.parsing import parse_body
 from spmd_serve.frontend.schemas import (
     MAX_SEED,
     ChatBody,
+    ChatFields,
     CompletionBody,
     DetokenizeBody,
     Generate,
@@ -156,6 +157,9 @@ class Planner:
         if (body.prompt is None) == (body.messages is None):
             raise RequestError("give either prompt or messages", param="prompt")
         if body.prompt is not None:
+            for name in ChatFields.model_fields:
+                if getattr(body, name) is not None:
+                    raise RequestError(f"{name} is for messages; a prompt is taken as it is", param=name)
             if len(body.prompt) > MAX_TOKENIZED:
                 raise RequestError(
                     f"the prompt has {len(body.prompt)} characters; at most {MAX_TOKENIZED} are tokenized in one request, split it",

@@ -28,6 +28,7 @@ from spmd_serve.types import ModelInfo, ServiceState
 
 START_TIMEOUT = 60.0  # seconds for child processes to load the tokenizer and listen
 LOOK_INTERVAL = 0.5  # seconds in which a child's sign of life may be looked for late
+MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
 REAP_TIMEOUT = 1.0  # seconds for the kernel to tell how a child ended whose files are closed
 
 
@@ -115,7 +116,7 @@ class ProcessFrontend(Frontend):
         listeners = bind(config.server.host, config.server.port, count)
         share = math.ceil(config.server.max_connections / count)
         config = replace(config, server=replace(config.server, max_connections=share))
-        self._folder = Path(tempfile.mkdtemp(prefix="spmd_serve-"))  # mode 0700: the sockets are ours alone
+        self._folder = _socket_folder()
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = LinkAddress(
             f"ipc://{self._folder}/inbox", tuple(f"ipc://{self._folder}/outbox.{i}" for i in range(count))
@@ -220,6 +221,20 @@ class ProcessFrontend(Frontend):
             os.close(beats)
         shutil.rmtree(self._folder, ignore_errors=True)
         return True
+
+
+def _socket_folder() -> Path:
+    """A new folder that is ours alone (mode 0700), with a path that is short enough for the addresses of sockets.
+
+    Clusters give jobs a TMPDIR of a hundred characters and more.
+    """
+    longest = MAX_SOCKET_PATH - len("/spmd_serve-12345678/outbox.64")
+    try:
+        return Path(tempfile.mkdtemp("", "spmd_serve-", None if len(tempfile.gettempdir()) <= longest else "/tmp"))
+    except OSError as error:
+        raise FrontendError(
+            f"there is no folder for the frontend's sockets ({error}); set TMPDIR to one of at most {longest} characters"
+        ) from None
 
 
 def url_of(listener: socket.socket) -> str:

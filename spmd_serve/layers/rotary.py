@@ -33,12 +33,15 @@ def rope_table(rope: RopeConfig, head_dim: int, max_len: int, device: torch.devi
 
 
 def check_rope(rope: RopeConfig, head_dim: int) -> None:
-    """Whether the scaling has all numbers that it needs.
+    """Whether the head has pairs to rotate, and the scaling all numbers that it needs.
 
     Raises:
         LookupError, TypeError, ValueError: it has not.
     """
-    _frequencies(rope, rope.rotary_dim or head_dim, 1)
+    dim = rope.rotary_dim or head_dim
+    if dim % 2:
+        raise ValueError(f"{dim} dimensions of a head are to be rotated, which is no even number")
+    _frequencies(rope, dim, 1)
 
 
 def _frequencies(rope: RopeConfig, dim: int, max_len: int) -> tuple[Tensor, float]:

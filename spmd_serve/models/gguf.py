@@ -24,7 +24,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
-from spmd_serve.errors import ModelError, UnsupportedModelError
+from spmd_serve.errors import ModelError, UnsupportedModelError, WeightsError
 from spmd_serve.models.gguf_config import write_configs
 from spmd_serve.models.gguf_file import GgufFile, one_line, split_parts
 from spmd_serve.models.gguf_tokenizer import write_tokenizer
@@ -121,7 +121,10 @@ def _is_whole(folder: Path) -> bool:
 
 def cache_root() -> Path:
     """This package's folder in the user's cache."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd_serve"
+    try:
+        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd_serve"
+    except RuntimeError:  # a container's user may have no home
+        raise ModelError("this user has no home folder for the cache; set HOME or XDG_CACHE_HOME") from None
 
 
 def _content_key(path: Path) -> str:
@@ -193,5 +196,11 @@ def _hf_tensors(file: GgufFile, name: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def unpermute(values: Tensor, heads: int) -> Tensor:
-    """Rows of a Q or K projection from llama.cpp's interleaved order back to two halves per head."""
+    """Rows of a Q or K projection from llama.cpp's interleaved order back to two halves per head.
+
+    Raises:
+        WeightsError: they are not those of so many heads.
+    """
+    if values.shape[0] % (2 * heads):
+        raise WeightsError(f"the GGUF file is damaged ({values.shape[0]} rows are not {heads} heads); fetch it again")
     return values.view(heads, -1, 2, *values.shape[1:]).transpose(1, 2).reshape(values.shape)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from spmd_serve.errors import UnsupportedModelError
+from spmd_serve.errors import UnsupportedModelError, WeightsError
 from spmd_serve.models.gguf_file import GgufFile
 
 # Tokens that end a turn, by which chat models are stopped although the file names only one EOS.
@@ -32,7 +32,11 @@ def _config(file: GgufFile) -> dict[str, Any]:
     ffn = file.require("feed_forward_length")
     if any(isinstance(size, list) for size in (heads, kv_heads, ffn)):
         raise UnsupportedModelError("the GGUF file has layers of different sizes, which is not supported")
-    hidden = file.require("embedding_length")
+    hidden, blocks = file.require("embedding_length"), file.require("block_count")
+    counts = {"head_count": heads, "head_count_kv": kv_heads, "block_count": blocks}
+    for name, count in counts.items():
+        if not 1 <= count <= max(hidden, len(file.tensors)):
+            raise WeightsError(f"the GGUF file is damaged ({name} is {count}); fetch it again")
     if "token_embd.weight" not in file.tensors:
         raise UnsupportedModelError("the GGUF file has no token embeddings (a vocabulary or adapter alone?)")
     config: dict[str, Any] = {
@@ -41,7 +45,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "vocab_size": int(file.tensors["token_embd.weight"].shape[1]),
         "hidden_size": hidden,
         "intermediate_size": ffn,
-        "num_hidden_layers": file.require("block_count"),
+        "num_hidden_layers": blocks,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
         "head_dim": file.get("attention.key_length", hidden // heads),

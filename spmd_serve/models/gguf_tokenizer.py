@@ -78,9 +78,9 @@ def write_tokenizer(architecture: str, meta: Mapping[str, Any], folder: Path) ->
         "add_eos_token": bool(meta.get("tokenizer.ggml.add_eos_token", False)),
         **{kind: token for kind, token in tokens.items() if token is not None},
     }
-    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False))
+    (folder / "tokenizer_config.json").write_text(json.dumps(config, indent=2, ensure_ascii=False), encoding="utf-8")
     if template := meta.get("tokenizer.chat_template"):
-        (folder / "chat_template.jinja").write_text(template)
+        (folder / "chat_template.jinja").write_text(template, encoding="utf-8")
 
 
 def token_id(meta: Mapping[str, Any], kind: str) -> int | None:

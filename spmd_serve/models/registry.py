@@ -149,6 +149,17 @@ ALIASES = {
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
 _ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
+_MAX_LAYERS = 10_000
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "num_layers",
+    "num_q_heads",
+    "num_kv_heads",
+    "head_dim",
+    "intermediate_size",
+    "max_position",
+)
 _OF_LAYERS = ("window", "moe_layer", "rope_layer")
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
@@ -163,9 +174,9 @@ def load_model_config(folder: Path) -> ModelConfig:
     whole = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json", optional=True)
     tokenizer = _read_json(folder / "tokenizer_config.json", optional=True)
-    architecture = _architecture(whole, folder)
-    raw = DEFAULTS.get(architecture, {}) | _text_config(whole)
     try:
+        architecture = _architecture(whole, folder)
+        raw = DEFAULTS.get(architecture, {}) | _text_config(whole)
         return _model_config(architecture, raw, generation, tokenizer)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, ModelError):
@@ -190,13 +201,12 @@ def _read_json(path: Path, *, optional: bool = False) -> dict[str, Any]:
 
 
 def _architecture(whole: Raw, folder: Path) -> str:
-    named = (whole.get("architectures") or ["(none)"])[0]
+    given = whole.get("architectures") or "(none)"
+    named = given if isinstance(given, str) else given[0]
     architecture, text_type = ALIASES.get(named, (named, None))
-    given = (whole.get("text_config") or {}).get("model_type", text_type)
-    if text_type and given != text_type:
-        raise UnsupportedModelError(
-            f"{folder} is a {named} with a text model of type {given}; supported is {text_type}"
-        )
+    text = (whole.get("text_config") or {}).get("model_type", text_type)
+    if text_type and text != text_type:
+        raise UnsupportedModelError(f"{folder} is a {named} with a text model of type {text}; supported is {text_type}")
     if architecture not in FAMILIES:
         known = ", ".join(sorted([*FAMILIES, *ALIASES]))
         raise UnsupportedModelError(f"{folder} has the architecture {named}; supported are {known}")
@@ -246,7 +256,17 @@ def _model_config(architecture: str, raw: Raw, generation: Raw, tokenizer: Raw) 
         "quantization": quantization,
         "generation_defaults": _generation_defaults(generation, raw["vocab_size"]),
     }
+    _check_numbers(fields)
     return ModelConfig(**(fields | _activation(raw, family) | family))
+
+
+def _check_numbers(fields: Mapping[str, Any]) -> None:
+    """Here, where the file at fault is known: a size of 0, None or a list would fail wherever it is used first."""
+    for name in _SIZES:
+        if type(fields[name]) is not int or fields[name] < 1:
+            raise ValueError(f"{name} is {fields[name]!r}; it must be an integer, 1 or more")
+    if type(fields["norm_eps"]) not in (int, float) or not fields["norm_eps"] >= 0:
+        raise ValueError(f"norm_eps is {fields['norm_eps']!r}; it must be a number, 0 or more")
 
 
 def _generation_defaults(generation: Raw, vocab_size: int) -> dict[str, float]:
@@ -303,6 +323,8 @@ def _layers(
     rope_layer: Callable[[Raw, int], bool] | None,
 ) -> tuple[LayerSpec, ...]:
     count = raw["num_hidden_layers"]
+    if count > _MAX_LAYERS:
+        raise ValueError(f"num_hidden_layers is {count}")
     types = raw.get("layer_types")
     layers = []
     for i in range(count):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import logging
+import os
 import re
 from pathlib import Path
 
@@ -36,7 +37,7 @@ def resolve_model(options: ModelOptions, ranks: RankInfo) -> Path:
     show = ranks.local_rank == 0
     if name == DEFAULT_MODEL:
         return convert_gguf(_bundled_gguf(), progress=show)
-    path = Path(name).expanduser()
+    path = Path(os.path.expanduser(name))  # Path's own raises where there is no such user
     if path.is_dir():
         return _check_folder(path, weights=options.load_format != "dummy", show=show)
     if path.is_file():

@@ -124,14 +124,23 @@ def _fill(piece: WeightPiece, source: TensorSource) -> None:
     if isinstance(target, Fp8Weight):
         stored = source.read_fp8(piece.source, index, target.block)
         if stored is None:
-            target.quantize_(source.read(piece.source, index))
+            target.quantize_(_read(piece, source, index))
         else:
             target.values.copy_(stored[0])
             target.scales.copy_(stored[1])
         return
-    tensor = source.read(piece.source, index)
+    tensor = _read(piece, source, index)
     assert tensor.shape == target.shape, (piece.source, tensor.shape, target.shape)
     target.copy_(tensor)
+
+
+def _read(piece: WeightPiece, source: TensorSource, index: Index) -> Tensor:
+    tensor = source.read(piece.source, index)
+    if not tensor.is_floating_point():  # what they stand for is not known: config.json names no quantisation
+        raise WeightsError(
+            f"tensor {piece.source} holds {tensor.dtype} numbers; give a checkpoint that is not quantised so"
+        )
+    return tensor
 
 
 def _concrete(piece: WeightPiece) -> Index:

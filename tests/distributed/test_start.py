@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import os
+import shlex
 import shutil
 import socket
 from collections.abc import Callable
@@ -13,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, write_tokenizer
 from torchrun_job import Job
 
-from spmd_serve.__main__ import _rank0_options, default_name
+from spmd_serve.__main__ import _rank0_options, _rank0_say_ready, default_name
+from spmd_serve.config import Config
 
 StartJob = Callable[..., Job]
 TWO = [{}, {}]
@@ -39,6 +42,9 @@ def test_an_address_file_in_no_folder_is_told_before_anything_is_loaded(
     config, over = _rank0_options(["--port", "0", "--address-file", str(tmp_path / "none" / "address")])
     assert config is None and over is not None and over.exit_code == 2
     assert capsys.readouterr().err == f"spmd_serve: error: --address-file: there is no folder {tmp_path / 'none'}\n"
+    _, over = _rank0_options(["--port", "0", "--address-file", str(tmp_path)])
+    assert over is not None and over.exit_code == 2
+    assert f"{tmp_path} cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["", " secret", "secret\n"])
@@ -150,3 +156,9 @@ def test_two_servers_on_one_host_whose_name_does_not_resolve(start_job: StartJob
     for job in jobs:
         job.await_ready()
     assert [job.complete().status_code for job in jobs] == [200, 200]
+
+
+def test_the_command_of_the_ready_line_is_what_a_shell_takes(capsys: pytest.CaptureFixture[str]) -> None:
+    _rank0_say_ready("http://127.0.0.1:1", "it's", Config(), 1.0)
+    words = shlex.split(capsys.readouterr().out.partition("try: ")[2])
+    assert json.loads(words[-1])["model"] == "it's"

@@ -78,6 +78,19 @@ def joined(stream: Any) -> tuple[str, str | None, Any, int]:
         ({"stop": "he quick", "min_tokens": 1}, "T", "stop", 2),
         ({"stop": ["he q", "quick b"], "min_tokens": 2}, "The ", "stop", 3),
         ({"stop_token_ids": [bundled_tokenizer().encode(TEXT)[2]]}, "The quick", "stop", 3),
+        (
+            {"stop_token_ids": [bundled_tokenizer().encode(TEXT)[2]], "include_stop_str_in_output": True},
+            "The quick brown",
+            "stop",
+            3,
+        ),
+        ({"include_stop_str_in_output": True}, TEXT, "stop", COUNT + 1),
+        (
+            {"include_stop_str_in_output": True, "skip_special_tokens": False},
+            TEXT + "<|im_end|>",
+            "stop",
+            COUNT + 1,
+        ),
         ({"ignore_eos": True, "max_tokens": COUNT + 2}, TEXT + "The", "length", COUNT + 2),
         (
             {"ignore_eos": True, "max_tokens": COUNT + 1, "skip_special_tokens": False},

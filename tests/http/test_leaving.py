@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import socket
 import threading
 import time
 from collections.abc import Callable
@@ -52,6 +53,17 @@ def test_a_stream_left_after_one_chunk_is_aborted_within_a_second(start: Start, 
     wait_until("the request is aborted", lambda: is_idle(service), 1)
     assert [reason for _, reason in service.core.aborted] == [FinishReason.ABORT]
     assert outcome(service, "abort") == 1
+
+
+def test_a_body_left_incomplete_counts_as_no_bad_request(start: Start) -> None:
+    service = start()
+    host, port = service.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port)), timeout=5) as connection:
+        connection.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+        assert service.http.get("/health").status_code == 200  # the head has been read
+    name = 'spmd_serve_http_responses_total{status="%d"}'
+    wait_until("it is counted", lambda: name % 499 in service.http.get("/metrics").text, 5)
+    assert name % 400 not in service.http.get("/metrics").text
 
 
 @pytest.mark.parametrize("stream", [True, False])

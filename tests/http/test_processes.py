@@ -8,6 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Callable, Iterator
@@ -100,8 +101,8 @@ def test_nobody_else_may_have_the_port(service: FakeService) -> None:
 def test_signals_to_the_group_do_not_end_the_children(service: FakeService) -> None:
     """Ctrl-C reaches all processes of the terminal; the parent decides when to drain."""
     for pid in pids(service):
-        os.kill(pid, signal.SIGINT)
-        os.kill(pid, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            os.kill(pid, number)
     time.sleep(0.2)
     assert all(httpx.get(f"{service.url}/health").status_code == 200 for _ in range(4))
 
@@ -134,6 +135,18 @@ def test_a_stopped_child_ends_all_requests_once() -> None:
         (reason,) = deaths
         assert "process 0 has given no sign of life" in reason
         assert all(end == "RemoteProtocolError" or end.count(reason) == 1 for end in ends), ends
+    finally:
+        service.close()
+
+
+def test_a_folder_for_temporary_files_with_a_long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Clusters have them; a socket's address may be 107 bytes long."""
+    folder = tmp_path / ("x" * 100)
+    folder.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(folder))
+    service = start_fake(Config(server=ServerOptions(frontend="process")))
+    try:
+        assert service.http.get("/health").status_code == 200
     finally:
         service.close()
 

@@ -281,6 +281,17 @@ def test_encoded_bodies_are_refused_by_name(service: FakeService, path: str) -> 
         assert f"Content-Encoding '{encoding}'" in response.json()["error"]["message"]
 
 
+def test_transfer_codings_but_chunks_are_refused_by_name(service: FakeService) -> None:
+    body = gzip.compress(json.dumps(WHOLE).encode())
+    for coding, status in ((b"gzip, chunked", 415), (b"gzip , Chunked", 415), (b"Chunked", 400)):  # 400: it is not JSON
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: " + coding + b"\r\n\r\n"
+        with connect(service) as connection:
+            connection.sendall(head + b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body))
+            ((found, answer),) = answers(connection, 1)
+        assert found == status
+        assert ("Transfer-Encoding" in answer["error"]["message"]) == (status == 415)
+
+
 def test_a_body_encoded_as_identity(service: FakeService) -> None:
     response = service.http.post("/v1/completions", json=WHOLE, headers={"content-encoding": "Identity"})
     assert response.json()["choices"][0]["text"] == TEXT

@@ -2,6 +2,12 @@
 
 from __future__ import annotations
 
+import codecs
+import json
+import os
+import shutil
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +112,7 @@ def test_template_helpers(tokenizer: TextTokenizer) -> None:
     assert text == '"<é>"w%'
 
 
-@pytest.mark.parametrize("name", ["messages", "add_generation_prompt"])
+@pytest.mark.parametrize("name", ["messages", "add_generation_prompt", "continue_final_message", "chat_template"])
 def test_kwargs_that_the_request_has_fields_for_are_refused_by_name(tokenizer: TextTokenizer, name: str) -> None:
     with pytest.raises(RequestError, match=f"has {name}") as caught:
         render(own("{{ messages }}", tokenizer), [{"role": "user", "content": "x"}], extra={name: []})
@@ -152,6 +158,8 @@ def test_where_templates_come_from(tmp_path: Path, tokenizer: TextTokenizer) -> 
         '{"chat_template": [{"name": "tool_use", "template": "t"}, {"name": "default", "template": "d"}]}'
     )
     assert find_template(tmp_path, None) == "d"
+    config.write_text('{"chat_template": [{"name": "tool_use"}, "x"]}')
+    assert find_template(tmp_path, None) is None
     (tmp_path / "chat_template.jinja").write_text("file")
     assert find_template(tmp_path, None) == "file"
     (tmp_path / "given").write_text("given")
@@ -160,6 +168,31 @@ def test_where_templates_come_from(tmp_path: Path, tokenizer: TextTokenizer) -> 
         find_template(tmp_path, str(tmp_path / "missing"))
     with pytest.raises(ModelError, match="not valid"):
         ChatTemplate("{% for %}", tokenizer)
+
+
+def test_templates_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
+    template, config = tmp_path / "chat_template.jinja", tmp_path / "tokenizer_config.json"
+    for mark in (b"", codecs.BOM_UTF8):
+        template.write_bytes(mark + "é".encode())
+        config.write_bytes(mark + '{"bos_token": "é"}'.encode())
+        code = (
+            "import sys; from pathlib import Path; from spmd_serve.frontend.chat import find_template; "
+            "from spmd_serve.tokenizer_files import read_json; folder = Path(sys.argv[1]); "
+            "assert find_template(folder, None) == read_json(folder / 'tokenizer_config.json')['bos_token'] == chr(0xe9)"
+        )
+        environment = os.environ | {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0"}  # files are ASCII
+        subprocess.run([sys.executable, "-c", code, str(tmp_path)], env=environment, check=True)
+    template.write_bytes(b"\xe9")
+    with pytest.raises(ModelError, match=r"chat_template\.jinja is not readable UTF-8"):
+        find_template(tmp_path, None)
+
+
+@pytest.mark.parametrize("entry", [{"x": {"content": "a"}}, {"50000": {}}, {"50000": "a"}, ["a"]], ids=str)
+def test_damaged_lists_of_added_tokens(tmp_path: Path, entry: Any) -> None:
+    shutil.copy(model_folder() / "tokenizer.json", tmp_path)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": entry}))
+    with pytest.raises(ModelError, match=r"added_tokens_decoder in .*tokenizer_config\.json is damaged"):
+        TextTokenizer(tmp_path, 10)
 
 
 def test_unusable_tokenizers(tmp_path: Path) -> None:

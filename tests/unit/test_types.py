@@ -10,23 +10,32 @@ from spmd_serve.types import SamplingParams
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("max_tokens", 0),
+        ("max_tokens", -1),
+        ("max_tokens", 2.5),
         ("temperature", -0.1),
         ("temperature", float("nan")),
         ("temperature", float("inf")),
         ("top_k", -1),
+        ("top_k", 1.5),
         ("top_p", 0.0),
         ("top_p", float("nan")),
         ("min_p", 1.5),
         ("seed", -1),
         ("seed", 2**63),
+        ("seed", 1.0),
         ("min_tokens", 11),
         ("presence_penalty", 3.0),
         ("frequency_penalty", -2.5),
         ("repetition_penalty", 0.0),
         ("logprobs", -1),
+        ("logprobs", True),
         ("prompt_logprobs", -1),
         ("stop_token_ids", (50,)),
+        ("stop_token_ids", (1.0,)),
+        ("logit_bias", ((50, 1.0),)),
+        ("logit_bias", ((5, float("nan")),)),
+        ("logit_bias", ((5, 1e30),)),
+        ("grammar", 5),
     ],
 )
 def test_the_field_at_fault_is_named(name: str, value: Any) -> None:
@@ -35,6 +44,7 @@ def test_the_field_at_fault_is_named(name: str, value: Any) -> None:
 
 def test_ordinary_values_are_no_problem() -> None:
     assert SamplingParams(10).problem(50) == ""
+    assert SamplingParams(0, prompt_logprobs=1).problem(50) == ""
     everything = SamplingParams(
         10, 0.0, 5, 0.9, 0.1, 2**63 - 1, (49,), True, 10, 2.0, -2.0, 1.2, ((0, -5.0),), 0, 3, None
     )

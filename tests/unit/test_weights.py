@@ -81,6 +81,14 @@ def test_all_misfits_in_one_message(single: Path) -> None:
     assert "unexpected" not in str(caught.value)
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.uint8, torch.int32, torch.bool])
+def test_integers_are_no_weights(tmp_path: Path, dtype: torch.dtype) -> None:
+    """Of a quantisation that config.json does not tell of; the text would be noise."""
+    save_file({"a": A.to(dtype)}, tmp_path / "model.safetensors")
+    with pytest.raises(WeightsError, match="tensor a holds torch"):
+        load_weights([piece(torch.zeros(6, 4), "a", shape=(6, 4))], SafetensorsSource(tmp_path), progress=False)
+
+
 def test_missing_shard_is_named(sharded: Path) -> None:
     (sharded / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(WeightsError, match=r"lacks 1 of 2 weight files: model-00002-of-00002\.safetensors"):
