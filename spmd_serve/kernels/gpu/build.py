@@ -30,16 +30,20 @@ def load_library(name: str) -> ctypes.CDLL | None:
     target_chip = f"-gencode=arch=compute_{chip},code=sm_{chip}"
     command = ["nvcc", "-O3", "-std=c++17", target_chip, "-shared", "-Xcompiler", "-fPIC"]
     key = hashlib.sha256(source.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd_serve" / "kernels"
-    target = folder / f"{name}-{key}.so"
     try:
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd_serve" / "kernels"
+        target = folder / f"{name}-{key}.so"
         folder.mkdir(parents=True, exist_ok=True)
         with open(folder / f"{name}.lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not target.exists():
                 _compile([_nvcc(), *command[1:], str(source)], target)
         return ctypes.CDLL(str(target))
-    except (OSError, subprocess.CalledProcessError) as error:
+    except (
+        OSError,
+        RuntimeError,
+        subprocess.CalledProcessError,
+    ) as error:  # RuntimeError: this user has no home folder
         detail = getattr(error, "stderr", None) or error
         logger.warning("no %s kernels, the matrix library does their work: %s", name, detail)
         return None
