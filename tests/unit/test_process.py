@@ -80,3 +80,19 @@ def test_a_quota_of_time_is_a_limit_of_cores(tmp_path: Path, own: str, files: di
         file.write_text(text + "\n")
     assert usable_cores(tmp_path / "groups", tmp_path / "own") == cores
     assert usable_cores(tmp_path / "groups", tmp_path / "none") == ALL
+
+
+@pytest.mark.parametrize(
+    ("given", "spins"), [({}, "2000"), ({"GOMP_SPINCOUNT": "77"}, "77"), ({"OMP_WAIT_POLICY": "passive"}, "0")]
+)
+def test_threads_without_work_soon_sleep(given: dict[str, str], spins: str) -> None:
+    """As the library that torch's threads come from says itself; what the user sets stays."""
+    plain = {name: value for name, value in os.environ.items() if name not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    told = subprocess.run(
+        [sys.executable, "-c", "import spmd_serve, torch"],
+        env=plain | given | {"OMP_DISPLAY_ENV": "verbose"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    ).stderr
+    assert f"GOMP_SPINCOUNT = '{spins}'" in told
