@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from spmd_serve.config import Config, parse_args
-from spmd_serve.distributed.process import leave_process, tell_torchrun
+from spmd_serve.distributed.process import leave_process, say_error
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
 from spmd_serve.errors import REFUSALS, REFUSED, ConfigError, FrontendError, RankLostError, SpmdServeError
@@ -71,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     except SpmdServeError as exc:
         if not isinstance(exc, RankLostError):  # else the rank at fault has said it
-            _say_error(exc)
+            say_error("spmd_serve", exc)
         return REFUSED if isinstance(exc, REFUSALS) else 1
 
 
@@ -83,8 +83,7 @@ def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, _Over | None]:
         if config.server.address_file is not None:
             _check_address_file(Path(config.server.address_file))
     except ConfigError as exc:
-        _say_error(exc)
-        return None, _Over(REFUSED, _one_line(exc))
+        return None, _Over(REFUSED, say_error("spmd_serve", exc))
     except SystemExit as exc:  # --help has been printed
         return None, _Over(int(exc.code or 0), "--help")
     return config, None
@@ -119,15 +118,6 @@ def _rank0_check_port(config: Config) -> None:
                     "--port"
                 ) from None
             time.sleep(0.1)
-
-
-def _say_error(exc: object) -> None:
-    print("spmd_serve: error:", _one_line(exc), file=sys.stderr, flush=True)
-    tell_torchrun(f"spmd_serve: error: {_one_line(exc)}")
-
-
-def _one_line(exc: object) -> str:
-    return " ".join(str(exc).split())
 
 
 def _run_rank(ranks: RankInfo, config: Config | None, over: _Over | None, signals: StopSignals) -> int:
@@ -180,7 +170,7 @@ def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack
     if own and failure.kind == "error":
         logger.error("%s\n%s" if failure.details else "%s%s", failure, failure.details)
     elif own and board.ranks.rank == 0:  # a follower's refusal is told by rank 0's watcher
-        _say_error(exc)
+        say_error("spmd_serve", exc)
     return failure.exit_code
 
 

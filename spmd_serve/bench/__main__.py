@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from spmd_serve.distributed.process import tell_torchrun
+from spmd_serve.distributed.process import say_error
 from spmd_serve.errors import ConfigError, ModelError
 
 
@@ -39,9 +39,7 @@ def main(argv: Sequence[str]) -> int:
     try:
         return int(importlib.import_module(f"spmd_serve.bench.{argv[0]}").main(argv[1:]))
     except (ConfigError, ModelError) as exc:  # what the user gave cannot be measured
-        message = "spmd_serve.bench: error: " + " ".join(str(exc).split())
-        print(message, file=sys.stderr, flush=True)
-        tell_torchrun(message)
+        say_error("spmd_serve.bench", exc)
         return 2
 
 

@@ -40,9 +40,8 @@ class Figures:
     p99: float
     per_sequence: float
     digest: float
-    newcomer: (
-        float | None
-    )  # apply + schedule of one request of 1,008 cached tokens, beyond a step without it; None: no cache
+    # apply + schedule of one request of 1,008 cached tokens, beyond a step without it; None: no cache
+    newcomer: float | None
 
 
 class Driver:

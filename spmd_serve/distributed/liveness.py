@@ -207,15 +207,8 @@ class Liveness:
 
     def _limit_drain(self, control: ControlOptions) -> None:
         limit = control.drain_timeout + GRACE_S + 1.5
-
-        def force() -> None:
-            if (
-                not self._leaving_together
-            ):  # else the drain has ended here, and the watcher ends the wait for the others
-                logger.warning("the drain did not end within %g s; leaving by force", limit)
-                leave_process(1)
-
-        _after(limit, force)
+        # A rank that leaves together with the others has drained, and the watcher ends its wait for them.
+        _exit_after(limit, 1, f"the drain did not end within {limit:g} s", unless=lambda: self._leaving_together)
 
     def _look(self, now: float) -> None:
         messenger = self._messenger
@@ -331,10 +324,12 @@ def holds_up(beats: Mapping[int, Beat]) -> int:
     return min(beats, key=lambda rank: (beats[rank].waits or not beats[rank].busy, beats[rank].step, rank))
 
 
-def _exit_after(seconds: float, code: int, why: str) -> None:
-    """End this process by force unless it has ended by then."""
+def _exit_after(seconds: float, code: int, why: str, unless: Callable[[], bool] = lambda: False) -> None:
+    """End this process by force unless it has ended by then, or `unless` says so."""
 
     def force() -> None:
+        if unless():
+            return
         if why:
             logger.warning("%s; leaving by force", why)
         leave_process(code)

@@ -40,6 +40,14 @@ def _tell_launcher(code: int) -> int:
     return 0
 
 
+def say_error(program: str, exc: object) -> str:
+    """One line on stderr, of what the user can mend, and the same for torchrun. Returns it without the program's name."""
+    told = " ".join(str(exc).split())
+    print(f"{program}: error: {told}", file=sys.stderr, flush=True)
+    tell_torchrun(f"{program}: error: {told}")
+    return told
+
+
 def tell_torchrun(message: str, details: str = "") -> None:
     """Leave word of why this rank fails where torchrun looks for it: its log ends with that of the rank that failed first."""
     file = os.environ.get("TORCHELASTIC_ERROR_FILE")

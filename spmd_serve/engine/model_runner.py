@@ -217,13 +217,16 @@ class ModelRunner:
         assert self._kv is not None, "allocate comes before launch"
         step = build_forward_batch(batch, self._rows, self._limits.page_size)
         self._attention.plan(step.attention)
-        kept = None if self._wants_prompt_logprobs(batch) else step.kept
+        asking = self._prompts_to_score(batch)
+        kept = None if asking else step.kept
         hidden = self._decoder(step.tokens, step.positions, step.kv_locations, step.num_decodes, self._kv.layers, kept)
-        prompt_logprobs = self._prompt_logprobs(batch, step, hidden)
+        prompt_logprobs = self._prompt_logprobs(asking, step, hidden)
         self._rows.advance(step.attention.decode_slots, step.attention.decode_lengths, step.chunk_ends)
         if not step.sample_slots_host:
             return PendingStep(lambda: StepTokens([], {}, _read(prompt_logprobs)))
-        logits = self._decoder.logits(hidden if kept is not None or step.kept is None else hidden[step.kept])
+        if kept is not step.kept:
+            hidden = hidden[step.kept]
+        logits = self._decoder.logits(hidden)
         extras, slots = self._sampled_extras(step.sample_slots_host), step.sample_slots
         logits, raw = self._process(logits, step.sample_slots_host, slots, extras)
         tokens = self._draw(logits, slots, self._rows.length[slots])
@@ -332,19 +335,19 @@ class ModelRunner:
     def _any_filtered(self, slots: list[int]) -> bool:
         return bool(self._filtered) and not self._filtered.isdisjoint(slots)
 
-    def _wants_prompt_logprobs(self, batch: ScheduledBatch) -> bool:
-        extras = (self._extras.get(chunk.slot) for chunk in batch.chunks)
-        return any(extra is not None and extra.prompt is not None for extra in extras)
+    def _prompts_to_score(self, batch: ScheduledBatch) -> dict[int, RowExtras]:
+        """Index of a chunk -> its row's extras, for the rows that asked for their prompt's log-probabilities."""
+        found = ((i, self._extras.get(chunk.slot)) for i, chunk in enumerate(batch.chunks))
+        return {i: extra for i, extra in found if extra is not None and extra.prompt is not None}
 
     def _prompt_logprobs(
-        self, batch: ScheduledBatch, step: ForwardBatch, hidden: Tensor
+        self, asking: dict[int, RowExtras], step: ForwardBatch, hidden: Tensor
     ) -> dict[int, list[LogprobTensors]]:
-        """Log-probabilities of the prompt tokens that follow each chunk's positions, for the rows that asked."""
+        """Log-probabilities of the prompt tokens that follow the positions of chunks. hidden: of all rows, if any is asked for."""
         out: dict[int, list[LogprobTensors]] = {}
-        for i, (chunk, span) in enumerate(zip(batch.chunks, step.attention.chunks, strict=True)):
-            extra = self._extras.get(chunk.slot)
-            if extra is None or extra.prompt is None:
-                continue
+        for i, extra in asking.items():
+            span = step.attention.chunks[i]
+            assert extra.prompt is not None
             following = extra.prompt[span.start + 1 : span.start + span.length + 1]
             out[i] = []
             for first in range(0, len(following), _LOGPROB_ROWS):

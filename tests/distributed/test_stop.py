@@ -14,6 +14,14 @@ StartJob = Callable[..., Job]
 HOST = socket.gethostname()
 
 
+def stop(job: Job, told: int | None) -> None:
+    """SIGTERM to a rank; None: to torchrun."""
+    if told is None:
+        job.signal(signal.SIGTERM)
+    else:
+        job.signal_rank(told, signal.SIGTERM)
+
+
 def test_sigterm_to_torchrun_ends_what_does_not_finish_in_time(start_job: StartJob) -> None:
     job = start_job("--drain-timeout", "1").await_ready()
     endless = job.stream().await_chunks()
@@ -74,10 +82,7 @@ def test_a_rank_that_is_suspended_does_not_keep_the_others_while_loading(
     assert wait_until(lambda: "loading slowly" in job.log and job.health() == 503, 60), job.log
     began = time.monotonic()
     job.signal_rank(suspended, signal.SIGSTOP)
-    if told is None:
-        job.signal(signal.SIGTERM)
-    else:
-        job.signal_rank(told, signal.SIGTERM)
+    stop(job, told)
     assert job.await_end(12) != 0
     job.note(f"SIGTERM to {told} while loading ({load}), {suspended} suspended", time.monotonic() - began)
     assert f"rank {suspended} ({HOST}) is lost: no sign of life for" in job.log
@@ -123,10 +128,7 @@ def test_a_rank_that_is_suspended_after_the_step_loop_does_not_keep_the_others(
     job = start_job(env={"FAULT": fault, "FAULT_RANK": str(suspended), "SILENCE_S": "2"}).await_ready()
     assert job.complete().status_code == 200
     began = time.monotonic()
-    if told is None:
-        job.signal(signal.SIGTERM)
-    else:
-        job.signal_rank(told, signal.SIGTERM)
+    stop(job, told)
     assert job.await_end(12) != 0
     job.note(f"SIGTERM to {told}, {suspended} suspended after the step loop ({fault})", time.monotonic() - began)
     assert f"rank {suspended} ({HOST}) is lost: no sign of life for" in job.log
