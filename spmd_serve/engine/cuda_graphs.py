@@ -1,8 +1,8 @@
-"""Decode steps as CUDA graphs: one pair for each batch size, sharing memory.
+"""Decode steps as CUDA graphs: two for each batch size, sharing memory.
 
-The first graph goes from the rows' state to the logits, the second samples and advances the rows. Steps with rows that
-need more (penalties, filters, grammars) use the first alone. A batch runs in the next larger size; its padding rows are
-the row table's padding slot, which writes no K and V.
+One is the whole step, from the rows' state to the next one. The other ends with the logits, for steps with rows that
+need more before they are sampled (penalties, filters, grammars). A batch runs in the next larger size; its padding rows
+are the row table's padding slot, which writes no K and V.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ class DecodeGraphs:
     """Captured decode steps.
 
     Args:
-        forward: slots int64 [n] -> logits [n, vocabulary rows of this rank]. Reads the row table.
-        sample: (logits, slots) -> tokens int64 [n]. Advances the row table.
+        forward: slots int64 [n] -> logits [n, vocabulary rows of this rank], lengths int64 [n]. Reads the row table.
+        sample: (logits, lengths, slots) -> tokens int64 [n]. Advances the row table.
         padding_slot: the slot that padding rows use.
     """
 
     def __init__(
         self,
-        forward: Callable[[Tensor], Tensor],
-        sample: Callable[[Tensor, Tensor], Tensor],
+        forward: Callable[[Tensor], tuple[Tensor, Tensor]],
+        sample: Callable[[Tensor, Tensor, Tensor], Tensor],
         sizes: list[int],
         padding_slot: int,
         device: torch.device,
@@ -52,7 +52,8 @@ class DecodeGraphs:
         self._device = device
         self._slots = torch.full((sizes[-1],), padding_slot, dtype=torch.int64, device=device)
         self._uploaded: list[int] = []  # what stands in `_slots`, without the padding
-        self._graphs: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, torch.cuda.CUDAGraph, Tensor]] = {}
+        self._steps: dict[int, torch.cuda.CUDAGraph] = {}
+        self._forwards: dict[int, tuple[torch.cuda.CUDAGraph, Tensor, Tensor]] = {}
 
     def capture(self, progress: bool) -> None:
         """Capture all sizes, the largest first so that the smaller ones fit into its memory. Collective."""
@@ -60,38 +61,37 @@ class DecodeGraphs:
         pool = torch.cuda.graph_pool_handle()
         for done, size in enumerate(reversed(self._sizes)):
             slots = self._slots[:size]
-            self._sample(self._forward(slots), slots)  # kernels compile and libraries allocate outside of the capture
+            self._sample(*self._forward(slots), slots)  # kernels compile and libraries allocate outside of the capture
             torch.cuda.synchronize()
-            forward, sample = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            step, forward = torch.cuda.CUDAGraph(), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(step, pool=pool):
+                self._sample(*self._forward(slots), slots)
             with torch.cuda.graph(forward, pool=pool):
-                logits = self._forward(slots)
-            with torch.cuda.graph(sample, pool=pool):
-                tokens = self._sample(logits, slots)
-            self._graphs[size] = forward, logits, sample, tokens
+                logits, lengths = self._forward(slots)
+            self._steps[size] = step
+            self._forwards[size] = forward, logits, lengths
             if progress and time.perf_counter() - last > 2.0:
                 last = time.perf_counter()
                 logger.info("capturing CUDA graphs: %d of %d", done + 1, len(self._sizes))
         if progress:
             took = time.perf_counter() - started
-            logger.info("captured %d CUDA graphs in %.1f s, up to %d rows", len(self._sizes), took, self._sizes[-1])
+            logger.info(
+                "captured CUDA graphs of %d batch sizes in %.1f s, up to %d rows",
+                len(self._sizes),
+                took,
+                self._sizes[-1],
+            )
 
-    def run(self, slots: list[int]) -> Tensor:
-        """Replay the step of these rows. Returns the tokens, int64 [len(slots)].
+    def run(self, slots: list[int]) -> None:
+        """Replay the step of these rows."""
+        self._steps[self._upload(slots)].replay()
 
-        The result is overwritten by the next step of the same size: copy it on the same stream.
-        """
-        size = self._upload(slots)
-        forward, _, sample, tokens = self._graphs[size]
+    def run_forward(self, slots: list[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """The step's first part: (logits [n, vocabulary rows of this rank], lengths int64 [n], slots int64 [n]), for `sample`."""
+        forward, logits, lengths = self._forwards[self._upload(slots)]
         forward.replay()
-        sample.replay()
-        return tokens[: len(slots)]
-
-    def run_forward(self, slots: list[int]) -> tuple[Tensor, Tensor]:
-        """The step's first half: (slots int64 [n], logits [n, vocabulary rows of this rank]), for own sampling."""
-        size = self._upload(slots)
-        forward, logits, _, _ = self._graphs[size]
-        forward.replay()
-        return self._slots[: len(slots)], logits[: len(slots)]
+        n = len(slots)
+        return logits[:n], lengths[:n], self._slots[:n]
 
     def _upload(self, slots: list[int]) -> int:
         """Put the slots in place and return the size of the graph to run."""
@@ -103,10 +103,10 @@ class DecodeGraphs:
 
     def release(self) -> None:
         """Drop the graphs: NCCL does not close a communicator while a graph refers to it."""
-        for forward, _, sample, _ in self._graphs.values():
-            forward.reset()
-            sample.reset()
-        self._graphs.clear()
+        for graph in (*self._steps.values(), *(forward for forward, _, _ in self._forwards.values())):
+            graph.reset()
+        self._steps.clear()
+        self._forwards.clear()
 
     def fits(self, count: int) -> bool:
         """Whether a step of `count` rows was captured."""

@@ -107,14 +107,21 @@ class ModelRunner:
     def _warm_up(self, num_pages: int) -> None:
         """Run steps with chunks of all kinds: kernels compile and libraries load now and not under the first requests.
 
-        Small chunks, filters over both types of logits, and a chunk beside a decoding row. Collective.
+        Small chunks, filters over both types of logits, of one row and of several, and a chunk beside a decoding row.
+        Collective.
         """
         limits = self._limits
         most = min(limits.max_batch_tokens - 1, limits.max_model_len - 1, (num_pages - 2) * limits.page_size)
         penalised = replace(_FILTERED, presence_penalty=1.0)
-        for count, params in ((1, _PLAIN), (8, _FILTERED), (40, penalised), (100, _PLAIN)):
-            if count <= most:
-                self._run_dummy([count], params)
+        for counts, params in (
+            ([1], _PLAIN),
+            ([8], _FILTERED),
+            ([40], penalised),
+            ([20, 20], penalised),
+            ([100], _PLAIN),
+        ):
+            if sum(counts) <= most and len(counts) <= limits.max_num_seqs:
+                self._run_dummy(counts, params)
         if most >= 1 and limits.max_num_seqs >= 2:
             self._run_dummy([1, min(most, 300)], decodes=1)
 
@@ -231,7 +238,7 @@ class ModelRunner:
         logits, raw = self._process(logits, step.sample_slots_host, slots, extras)
         tokens = self._draw(logits, slots, self._rows.length[slots])
         self._rows.last_token.index_copy_(0, slots, tokens)
-        return self._pending(tokens, extras, raw, prompt_logprobs)
+        return self._pending(tokens, self._start_copy(tokens), extras, raw, prompt_logprobs)
 
     # ---- pure decode, captured -----------------------------------------------------------------------------------
 
@@ -240,25 +247,29 @@ class ModelRunner:
             self._rows.lengths[slot] += 1
         extras = self._sampled_extras(slots)
         if not extras and not self._any_filtered(slots):
-            return self._pending(graphs.run(slots), [], None, {})
-        device_slots, logits = graphs.run_forward(slots)
+            graphs.run(slots)
+            read = self._rows.drawn_tokens(slots)
+            return PendingStep(lambda: StepTokens(read(), {}, {}))
+        logits, lengths, device_slots = graphs.run_forward(slots)
         logits, raw = self._process(logits, slots, device_slots, extras)
-        return self._pending(self._decode_sample(logits, device_slots), extras, raw, {})
+        tokens = self._decode_sample(logits, lengths, device_slots)
+        return self._pending(tokens, self._rows.drawn_tokens(slots), extras, raw, {})
 
-    def _decode_forward(self, slots: Tensor) -> Tensor:
-        """Logits of one token per row, from the rows' state alone. slots: int64 [n]."""
+    def _decode_forward(self, slots: Tensor) -> tuple[Tensor, Tensor]:
+        """Logits of one token per row, from the rows' state alone, and the rows' lengths with it. slots: int64 [n]."""
         assert self._kv is not None
         rows = self._rows
         tokens, positions, lengths = decode_inputs(slots, rows.last_token, rows.length, rows.padding_slot)
         self._attention.plan(AttentionBatch(rows.page_table, self._limits.page_size, slots, lengths, []))
         assert self._attention.fuses_decode, "the attention kernel finds the cache locations itself"
-        return self._decoder.logits(self._decoder(tokens, positions, positions, len(slots), self._kv.layers))
+        hidden = self._decoder(tokens, positions, positions, len(slots), self._kv.layers)
+        return self._decoder.logits(hidden), lengths
 
-    def _decode_sample(self, logits: Tensor, slots: Tensor) -> Tensor:
+    def _decode_sample(self, logits: Tensor, lengths: Tensor, slots: Tensor) -> Tensor:
+        """Draw and advance the rows. -> tokens int64 [n], for the device alone: `drawn_tokens` gives them to the host."""
         rows = self._rows
-        _, _, lengths = decode_inputs(slots, rows.last_token, rows.length, rows.padding_slot)
         tokens = self._draw(logits, slots, lengths)
-        advance_rows_(slots, tokens, lengths, rows.last_token, rows.length)
+        advance_rows_(slots, tokens, lengths, rows.last_token, rows.length, rows.drawn)
         return tokens
 
     # ---- from logits to tokens -----------------------------------------------------------------------------------
@@ -286,11 +297,12 @@ class ModelRunner:
     def _pending(
         self,
         tokens: Tensor,
+        read: Callable[[], list[int]],
         extras: list[tuple[int, RowExtras]],
         raw: Tensor | None,
         prompt_logprobs: dict[int, list[LogprobTensors]],
     ) -> PendingStep:
-        """Account for the drawn tokens, start the copy to the host, and say how to finish."""
+        """Account for the drawn tokens, and say how to finish; `read` waits for the tokens on the host."""
         for i, extra in extras:
             extra.note_sampled(tokens[i])
         logprobs, wants = None, []
@@ -299,7 +311,6 @@ class ModelRunner:
             wants = [i for i, _ in asked]
             chosen = tokens[torch.tensor(wants, device=self._device)]
             logprobs = token_logprobs(raw, chosen, [n for _, n in asked], self._comm, self._partition.vocab)
-        read = self._start_copy(tokens)
 
         def finish() -> StepTokens:
             ids = read()

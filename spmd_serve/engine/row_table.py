@@ -6,13 +6,15 @@ step needs nothing from the host but the slots: the last token, the length and t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
 
 from spmd_serve.kernels.filters import Filters
 from spmd_serve.types import NewRow
+
+_DRAWN_DEPTH = 4  # steps whose tokens stand in `drawn`: more than the two that are in flight at most
 
 
 class RowTable:
@@ -23,7 +25,8 @@ class RowTable:
         length int64: tokens of the row whose K and V are computed (or will be, by the steps launched so far).
         page_table int32 [., max_pages].
         seed int64; filters, which hold the temperature.
-    Host side: `lengths` and `pages` mirror what was launched.
+    Host side: `lengths` and `pages` mirror what was launched. drawn int64 [_DRAWN_DEPTH, max_rows + 1] in pinned memory: the
+    token that a decode step drew for a slot stands in the row of the length that it reached, written by the step itself.
     """
 
     def __init__(self, max_rows: int, max_pages: int, device: torch.device) -> None:
@@ -41,6 +44,7 @@ class RowTable:
             min_p=torch.zeros(rows, dtype=torch.float32, device=device),
         )
         self.seed = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.drawn = torch.zeros(_DRAWN_DEPTH, rows, dtype=torch.int64, pin_memory=device.type == "cuda")
         self.lengths: list[int] = [0] * rows
         self.pages: list[list[int]] = [[] for _ in range(rows)]
 
@@ -83,6 +87,23 @@ class RowTable:
             self.length.index_copy_(0, slots, lengths)
         if chunk_ends is not None:
             self.length.index_copy_(0, chunk_ends[0], chunk_ends[1])
+
+    def drawn_tokens(self, slots: Sequence[int]) -> Callable[[], list[int]]:
+        """Of the decode step of `slots` that was launched last: a function that waits for it and returns its tokens.
+
+        It must be called before two more steps are launched.
+        """
+        width = self.drawn.shape[1]
+        at = [self.lengths[slot] % _DRAWN_DEPTH * width + slot for slot in slots]
+        done = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        done.record()
+
+        def read() -> list[int]:
+            done.synchronize()
+            tokens: list[int] = self.drawn.numpy().reshape(-1)[at].tolist()
+            return tokens
+
+        return read
 
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:

@@ -55,12 +55,18 @@ def lookup(table: Tensor, index: Tensor, first: int, *, whole: bool) -> Tensor:
     return F.embedding(local.clamp(0, table.shape[0] - 1), table) * mine[:, None]
 
 
-def advance_rows_(slots: Tensor, tokens: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor) -> None:
-    """last_token[slots] = tokens; length[slots] = lengths. All int64."""
+def advance_rows_(
+    slots: Tensor, tokens: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor, drawn: Tensor
+) -> None:
+    """last_token[slots] = tokens; length[slots] = lengths; drawn[lengths % len(drawn), slots] = tokens. All int64.
+
+    drawn: [depth, rows]; on a GPU in pinned memory of the host, which needs no copy then.
+    """
     if slots.is_cuda:
         from spmd_serve.kernels.gpu import rows as gpu
 
-        gpu.advance_rows_(slots, tokens, lengths, last_token, length)
+        gpu.advance_rows_(slots, tokens, lengths, last_token, length, drawn)
         return
     last_token.index_copy_(0, slots, tokens)
     length.index_copy_(0, slots, lengths)
+    drawn[lengths % len(drawn), slots] = tokens

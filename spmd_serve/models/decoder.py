@@ -67,10 +67,7 @@ class DecoderLayer:
         """
         comm = self._ctx.comm
         kept = step.keep(stream)
-        if step.kept is not None and self.takes_following(kept):
-            normed = self.attention(stream, step, kv, norm=self.attention_pre, residual=kept, following=self.mlp_pre)
-            self.mlp(normed, residual=kept)
-        elif comm.world_size == 1:
+        if comm.world_size == 1:
             self.attention(stream, step, kv, norm=self.attention_pre, residual=kept)
             self.mlp(kept, norm=self.mlp_pre, residual=kept)
         else:
@@ -175,9 +172,13 @@ class Decoder:
                 normed = layer.accumulate_ahead_(x, normed, step, caches, following)
             return normed
         if first.can_accumulate and self._ctx.comm.adds_at_once(x):
-            for layer, step, caches in zip(self.layers, steps, kv, strict=True):
-                x = layer.accumulate_(x, step, caches)
-            return self.norm(x)
+            *before, (last, step, caches) = zip(self.layers, steps, kv, strict=True)
+            for layer, whole, layer_caches in before:
+                x = layer.accumulate_(x, whole, layer_caches)
+            if kept is not None and last.takes_following(x[: len(kept)]):
+                normed = _add_norm(x, None, last.attention_pre)[0]
+                return last.accumulate_ahead_(x, normed, step, caches, self.norm)
+            return self.norm(last.accumulate_(x, step, caches))
         residual: Tensor | None = None
         for layer, step, caches in zip(self.layers, steps, kv, strict=True):
             x, residual = layer(x, residual, step, caches)

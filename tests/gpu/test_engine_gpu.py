@@ -76,6 +76,23 @@ def prompts(count: int) -> list[list[int]]:
     return random_prompts(1, 700, 17, 64, 255, 256, 257, 33, 5, 129, 300, 2)[:count]
 
 
+def test_no_kernel_compiles_under_a_request(engines: Engines, checkpoint: Path) -> None:
+    """The first of all tests: what it asks for has not been compiled by others."""
+    from triton import knobs
+
+    compiled: list[str] = []
+    llm = engines.get(checkpoint, num_pages=2048, max_num_seqs=96, prefix_cache="off")
+    knobs.runtime.jit_cache_hook = lambda **compilation: compiled.append(compilation["fn"].name)
+    try:
+        for rows in (1, 2, 9, 24, 40, 64, 90):
+            lengths = [3 + 5 * i % 97 for i in range(rows)]
+            for params in ({}, {"top_k": 20}, {"presence_penalty": 1.0, "top_p": 0.9}):
+                llm.generate(random_prompts(*lengths), SamplingParams(max_tokens=3, temperature=1.0, **params))
+    finally:
+        knobs.runtime.jit_cache_hook = None
+    assert compiled == []
+
+
 def test_logprobs_of_mixed_batches(reference: Reference, llm: LLM) -> None:
     """12 prompts of 1 to 700 tokens: chunks beside decodes, then captured decode steps."""
     params = SamplingParams(max_tokens=40, logprobs=0, **GREEDY)

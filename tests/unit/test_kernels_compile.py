@@ -131,7 +131,7 @@ def test_linear_layers(out_features: int, size: int) -> None:
 def test_rows_and_rotation(tokens: int) -> None:
     slots, table = torch.arange(tokens), torch.zeros(64, dtype=torch.int64)
     lengths = rows.decode_inputs(slots, table, table, 63)[2]
-    rows.advance_rows_(slots, slots, lengths, table, table)
+    rows.advance_rows_(slots, slots, lengths, table, table, table.view(4, 16))
     rows.lookup(zeros(1000, 1024), slots, 0)
     caches = [zeros(8, 16, 8, 128) for _ in range(2)]
     angles, scale = zeros(4096, 128, dtype=torch.float32).view(2048, 2, 128)[:, :, :64], zeros(128)

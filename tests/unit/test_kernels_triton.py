@@ -14,6 +14,7 @@ if os.environ.get("TRITON_INTERPRET") != "1":
     pytest.skip("set TRITON_INTERPRET=1 to run the kernels in Triton's interpreter", allow_module_level=True)
 pytest.importorskip("triton")
 
+from spmd_serve.kernels import rows as reference
 from spmd_serve.kernels.activation import gated_activation_torch
 from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention_torch
 from spmd_serve.kernels.fp8 import FP8, Fp8Format, Fp8Weight, fp8_linear_torch
@@ -126,6 +127,24 @@ def test_lookup(first: int, width: int, rng: torch.Generator) -> None:
     index = torch.tensor([first, first + 29, first + 30, 3, first + 7, 0])
     expected = torch.stack([table[i - first] if 0 <= i - first < 30 else torch.zeros(width).bfloat16() for i in index])
     assert torch.equal(rows.lookup(table, index, first), expected)
+
+
+def test_rows_advance_and_leave_their_tokens_for_the_host() -> None:
+    """Two steps of the same rows in another order, and padding: the second overwrites nothing of the first."""
+    last_token, length = torch.tensor([10, 11, 12, 13, 0]), torch.tensor([5, 8, 3, 7, 0])
+    drawn = torch.full((4, 5), -1)
+    for step, slots in enumerate((torch.tensor([2, 0, 4]), torch.tensor([0, 2, 4]))):
+        expected = [tensor.clone() for tensor in (last_token, length, drawn)]
+        tokens, positions, lengths = rows.decode_inputs(slots, last_token, length, 4)
+        assert tokens.tolist() == last_token[slots].tolist()
+        assert positions.tolist() == length[slots].tolist()
+        assert lengths.tolist() == [int(length[i]) + 1 for i in slots[:2]] + [0]
+        new = 100 * (step + 1) + slots
+        reference.advance_rows_(slots, new, lengths, *expected)
+        rows.advance_rows_(slots, new, lengths, last_token, length, drawn)
+        for got, wanted in zip((last_token, length, drawn), expected, strict=True):
+            assert torch.equal(got, wanted)
+    assert [int(drawn[n % 4, slot]) for n, slot in ((6, 0), (7, 0), (4, 2), (5, 2))] == [100, 200, 102, 202]
 
 
 @pytest.mark.parametrize(

@@ -34,11 +34,13 @@ def lookup(table: Tensor, index: Tensor, first: int) -> Tensor:
     return out
 
 
-def advance_rows_(slots: Tensor, tokens: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor) -> None:
+def advance_rows_(
+    slots: Tensor, tokens: Tensor, lengths: Tensor, last_token: Tensor, length: Tensor, drawn: Tensor
+) -> None:
     """See spmd_serve.kernels.rows.advance_rows_."""
-    n = slots.shape[0]
+    n, (depth, rows) = slots.shape[0], drawn.shape
     _advance_rows[(triton.cdiv(n, BLOCK),)](
-        slots, tokens, lengths, last_token, length, n, BLOCK=BLOCK, **launch_options(n)
+        slots, tokens, lengths, last_token, length, drawn, n, rows, DEPTH=depth, BLOCK=BLOCK, **launch_options(n)
     )
 
 
@@ -67,11 +69,17 @@ def _lookup(table, index, out, first, rows, width, BLOCK: tl.constexpr, PDL: tl.
     tl.store(out + n * width + at, tl.load(table + row * width + at, mask=there, other=0.0), mask=inside)
 
 
-@triton.jit(do_not_specialize=["n"])
-def _advance_rows(slots, tokens, lengths, last_token, length, n, BLOCK: tl.constexpr, PDL: tl.constexpr):
+@triton.jit(do_not_specialize=["n", "rows"])
+def _advance_rows(
+    slots, tokens, lengths, last_token, length, drawn, n, rows,
+    DEPTH: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
     wait_for_inputs(PDL)
     slot = tl.load(slots + row, mask=inside, other=0)
-    tl.store(last_token + slot, tl.load(tokens + row, mask=inside, other=0), mask=inside)
-    tl.store(length + slot, tl.load(lengths + row, mask=inside, other=0), mask=inside)
+    token = tl.load(tokens + row, mask=inside, other=0)
+    reached = tl.load(lengths + row, mask=inside, other=0)
+    tl.store(last_token + slot, token, mask=inside)
+    tl.store(length + slot, reached, mask=inside)
+    tl.store(drawn + reached % DEPTH * rows + slot, token, mask=inside)
