@@ -200,7 +200,7 @@ def test_decode_attention(
         q = torch.randn(rows, (q_heads + 2 * kv_heads) * head_dim, generator=rng)
     workspace = DecodeWorkspace(rows, q_heads, kv_heads, head_dim, torch.device("cpu"))
     slices, block = (2, 16) if splits == 2 else (1, 32)
-    config = decode_attention.DecodeConfig(slices, block, warps=slices, stages=2, splits=splits)
+    config = decode_attention.DecodeConfig(slices, block, warps=slices, stages=2, splits=splits, ahead=splits > 2)
     arguments = (table, slots, lengths, 0.3, window, softcap, rotation)
     got = decode_attention.decode_attention(q, *caches, *arguments, workspace, config)
     expected = decode_attention_torch(q, *copies, *arguments)

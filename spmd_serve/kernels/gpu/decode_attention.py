@@ -22,8 +22,9 @@ LOG2E = tl.constexpr(1.4426950408889634)
 @dataclass(frozen=True)
 class DecodeConfig:
     """slices: token ranges side by side (one a warp); block: tokens of each a step; splits: programs a row and KV head at
-    most; split_steps: the fewest steps for which one of them starts. leaves_early: the next kernel may start when all programs
-    have read the cache, not when they have ended.
+    most; split_steps: the fewest steps for which one of them starts. ahead: a program's first step of K and V is asked for
+    before the kernel before this one has ended, where that one does not write them (with a rotation). leaves_early: the next kernel may start when all
+    programs have read the cache, not when they have ended.
     """
 
     slices: int
@@ -32,6 +33,7 @@ class DecodeConfig:
     stages: int
     splits: int
     split_steps: int = 1
+    ahead: bool = False
     leaves_early: bool = False
 
 
@@ -44,7 +46,7 @@ def choose_config(rows: int, kv_heads: int, head_dim: int) -> DecodeConfig:
     block = 32 if head_dim <= 128 else 16
     if heads <= 64:
         splits, stages = (64, 3) if heads <= 8 else (32, 3) if heads <= 16 else (8, 5) if heads <= 32 else (4, 5)
-        return DecodeConfig(slices=1, block=block, warps=1, stages=stages, splits=splits)
+        return DecodeConfig(slices=1, block=block, warps=1, stages=stages, splits=splits, ahead=rows == 1)
     # A program reads some 20 tokens a us: rows of unequal length end late unless the long ones are shared out.
     if heads <= 400:
         splits, stages, split_steps = (4, 7, 4) if heads <= 160 else (4, 5, 8)
@@ -84,7 +86,7 @@ def decode_attention(
         FUSED=rotation is not None, NORM=rotation is not None and rotation.q_scale is not None,
         HALF=0 if table is None else table.shape[2], SLICES=config.slices, BLOCK=config.block, SPLITS=config.splits,
         SPLIT_STEPS=config.split_steps, MERGE_G=merge_group, MERGE=min(config.splits, max(1, 4096 // (merge_group * block_d))),
-        LEAVES_EARLY=config.leaves_early, num_warps=config.warps, num_stages=config.stages, **launch_options(rows),
+        AHEAD=config.ahead and rotation is not None, LEAVES_EARLY=config.leaves_early, num_warps=config.warps, num_stages=config.stages, **launch_options(rows),
     )  # fmt: skip
     return out
 
@@ -120,13 +122,48 @@ def _capped(score, softcap, SOFTCAP: tl.constexpr):
 
 
 @triton.jit
+def _cached(
+    k_cache, v_cache, table, t, high, head,
+    KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr, PAGE_SIZE: tl.constexpr,
+):  # fmt: skip
+    """K [SLICES, BLOCK, D] and V [SLICES, D, BLOCK] of the tokens t [SLICES, BLOCK] below `high`."""
+    dims = tl.arange(0, BLOCK_D)
+    there = t < high
+    page = tl.load(table + t // PAGE_SIZE, mask=there, other=0).to(tl.int64)
+    at = ((page * PAGE_SIZE + t % PAGE_SIZE) * KV_HEADS + head) * HEAD_DIM
+    k = tl.load(
+        k_cache + at[:, :, None] + dims[None, None, :],
+        mask=there[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0,
+    )  # fmt: skip
+    v = tl.load(
+        v_cache + at[:, None, :] + dims[None, :, None],
+        mask=there[:, None, :] & (dims < HEAD_DIM)[None, :, None], other=0.0,
+    )  # fmt: skip
+    return k, v
+
+
+@triton.jit
+def _attend(k, v, there, queries, top, total, acc, scale, softcap, SOFTCAP: tl.constexpr):
+    """The softmax state (maxima, sums, weighted sums of V) with these tokens in it."""
+    score = _capped(tl.dot(k, queries) * scale, softcap, SOFTCAP)
+    score = tl.where(there[:, :, None], score, float("-inf"))
+    new_top = tl.maximum(top, tl.max(score, axis=1))
+    safe = tl.where(new_top == float("-inf"), 0.0, new_top)
+    p = tl.exp2(score - safe[:, None, :])
+    keep = tl.exp2(top - safe)
+    total = total * keep + tl.sum(p, axis=1)
+    acc = tl.dot(v, p.to(v.dtype), acc * keep[:, None, :])
+    return new_top, total, acc
+
+
+@triton.jit
 def _decode(
     q, k_cache, v_cache, page_table, slots, lengths, out, sums, maxima, arrived,
     rope_table, q_scale, k_scale, eps, scale, softcap, table_stride, q_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
     HALF: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLIT_STEPS: tl.constexpr,
-    MERGE_G: tl.constexpr, MERGE: tl.constexpr, LEAVES_EARLY: tl.constexpr, PDL: tl.constexpr,
+    MERGE_G: tl.constexpr, MERGE: tl.constexpr, AHEAD: tl.constexpr, LEAVES_EARLY: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     head = tl.program_id(0)  # the heads of a token lie side by side in the cache, and are read at the same time
     row = tl.program_id(1).to(tl.int64)
@@ -156,6 +193,11 @@ def _decode(
     angle = rope_table
     if HALF > 0:
         angle = rope_table + tl.maximum(length - 1, 0).to(tl.int64) * (2 * HALF)
+    lanes = tl.arange(0, SLICES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+    if AHEAD:
+        first_k, first_v = _cached(
+            k_cache, v_cache, table, low + lanes, high, head, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE
+        )  # fmt: skip
     wait_for_inputs(PDL)
     base = q + row * q_stride
     if FUSED:
@@ -170,30 +212,16 @@ def _decode(
     top = tl.full((SLICES, BLOCK_G), float("-inf"), tl.float32)
     total = tl.zeros((SLICES, BLOCK_G), tl.float32)
     acc = tl.zeros((SLICES, BLOCK_D, BLOCK_G), tl.float32)
-    lanes = tl.arange(0, SLICES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
-    dims = tl.arange(0, BLOCK_D)
+    if AHEAD:
+        top, total, acc = _attend(
+            first_k.to(query.dtype), first_v.to(query.dtype), low + lanes < high, queries, top, total, acc, scale, softcap, SOFTCAP
+        )  # fmt: skip
+        low += step
     for start in tl.range(low, high, step):
-        t = start + lanes
-        there = t < high
-        page = tl.load(table + t // PAGE_SIZE, mask=there, other=0).to(tl.int64)
-        at = ((page * PAGE_SIZE + t % PAGE_SIZE) * KV_HEADS + head) * HEAD_DIM
-        k = tl.load(
-            k_cache + at[:, :, None] + dims[None, None, :],
-            mask=there[:, :, None] & (dims < HEAD_DIM)[None, None, :], other=0.0,
-        ).to(query.dtype)  # fmt: skip
-        v = tl.load(
-            v_cache + at[:, None, :] + dims[None, :, None],
-            mask=there[:, None, :] & (dims < HEAD_DIM)[None, :, None], other=0.0,
-        ).to(query.dtype)  # fmt: skip
-        score = _capped(tl.dot(k, queries) * scale, softcap, SOFTCAP)
-        score = tl.where(there[:, :, None], score, float("-inf"))
-        new_top = tl.maximum(top, tl.max(score, axis=1))
-        safe = tl.where(new_top == float("-inf"), 0.0, new_top)
-        p = tl.exp2(score - safe[:, None, :])
-        keep = tl.exp2(top - safe)
-        total = total * keep + tl.sum(p, axis=1)
-        acc = tl.dot(v, p.to(v.dtype), acc * keep[:, None, :])
-        top = new_top
+        k, v = _cached(k_cache, v_cache, table, start + lanes, high, head, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE)
+        top, total, acc = _attend(
+            k.to(query.dtype), v.to(query.dtype), start + lanes < high, queries, top, total, acc, scale, softcap, SOFTCAP
+        )  # fmt: skip
 
     if LEAVES_EARLY and PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()

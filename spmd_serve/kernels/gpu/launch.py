@@ -1,7 +1,8 @@
 """Programmatic dependent launch: a kernel is set up while the one before it still runs, and waits where it needs its result.
 
 The rule that makes it safe: every kernel waits for its predecessor (`wait_for_inputs`), in every program that writes
-anything, of which it has one at least. Before the wait it reads constants (weights, tables) and nothing else. A kernel may
+anything, of which it has one at least. Before the wait it reads what neither its predecessor nor any later kernel writes
+(weights, tables, the cache of earlier steps' tokens) and nothing else. A kernel may
 let its successor start right after its own wait (early), or at any later point: then, before a wait, all kernels but the
 predecessor have finished, and only that one may still run.
 
