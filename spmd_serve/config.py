@@ -12,9 +12,11 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from spmd_serve.errors import ConfigError
+
+T = TypeVar("T")
 
 LARGEST = 2**63 - 1  # of any number: what sizes, counts and the broadcast of options hold
 MAX_SECONDS = 1e6  # eleven days: as milliseconds within what timers of all kinds (select.poll's are int32) take
@@ -226,6 +228,12 @@ class Config:
         for section in dataclasses.fields(self):
             _check_bounds(getattr(self, section.name))
         _check_combinations(self)
+
+
+def resolved(value: T | None) -> T:
+    """An option's value in a Config that engine/build.py has resolved, where there is one."""
+    assert value is not None, "the config is resolved"
+    return value
 
 
 def _flag_name(name: str) -> str:

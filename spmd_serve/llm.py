@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from spmd_serve.assembly import assemble, make_plan
-from spmd_serve.config import parse_args
+from spmd_serve.config import parse_args, resolved
 from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.board import open_board
 from spmd_serve.distributed.channel import make_channel
@@ -128,7 +128,7 @@ class LLM:
             self._assembly.scheduler,
             self._assembly.runner,
             self._config.control,
-            overlap=bool(self._config.engine.overlap),
+            overlap=resolved(self._config.engine.overlap),
             progress=Progress(),
             link=self._link if self._ranks.rank == 0 else None,
         )

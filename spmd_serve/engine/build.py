@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from spmd_serve.attention.base import make_backend
-from spmd_serve.config import Config
+from spmd_serve.config import Config, resolved
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import Partition, make_partition
 from spmd_serve.engine.grammar import Grammars
@@ -78,6 +78,11 @@ def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> 
         )
     dtype = str(pick_dtype(config.model.dtype, model, device)).removeprefix("torch.")
     attention = _pick_attention(config.engine.attention, model, gpu=gpu)
+    frontend = config.server.frontend
+    if frontend == "auto":
+        # Measured with 200 streams: with a GPU's quick steps the GIL of a thread costs 10% of them; where the CPU computes,
+        # a process more gains nothing.
+        frontend = "process" if gpu else "thread"
     replace = dataclasses.replace
     return replace(
         config,
@@ -93,11 +98,7 @@ def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> 
             overlap=gpu if config.engine.overlap is None else config.engine.overlap,
             cuda_graphs=config.engine.cuda_graphs and attention == "flashinfer" and _can_capture(model, dtype, device),
         ),
-        # Measured with 200 streams: with a GPU's quick steps the GIL of a thread costs 10% of them; where the CPU computes,
-        # a process more gains nothing.
-        server=replace(config.server, frontend=("process" if gpu else "thread"))
-        if config.server.frontend == "auto"
-        else config.server,
+        server=replace(config.server, frontend=frontend),
     )
 
 
@@ -154,7 +155,6 @@ def build_decoder(
         ModelError: the weights do not fit the model.
     """
     options = config.model
-    assert options.max_model_len, "config is resolved"
     dtype = pick_dtype(options.dtype, model, device)
     fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
     partition = partition_of(model, comm, fp8)
@@ -166,7 +166,7 @@ def build_decoder(
         model = dataclasses.replace(model, tie_embeddings=False)
     context = DecoderContext(model, partition, comm, attention, dtype, device, fp8)
     with torch.inference_mode():
-        decoder = Decoder(context, options.max_model_len)
+        decoder = Decoder(context, resolved(options.max_model_len))
         report = load_weights(decoder.pieces(), source, progress=comm.rank == 0, ignore=is_unused(model))
         decoder.pack()
     logger.info("weights loaded: %s", report)
@@ -181,14 +181,13 @@ def build_runner(
     Raises:
         ModelError: the weights do not fit the model.
     """
-    options, cache, scheduler = config.model, config.cache, config.scheduler
-    assert options.max_model_len and cache.page_size and scheduler.max_batch_tokens, "config is resolved"
+    options, scheduler = config.model, config.scheduler
     decoder, context, _ = build_decoder(config, model, folder, comm, device)
     limits = RunnerLimits(
-        page_size=cache.page_size,
+        page_size=resolved(config.cache.page_size),
         max_num_seqs=scheduler.max_num_seqs,
-        max_model_len=options.max_model_len,
-        max_batch_tokens=scheduler.max_batch_tokens,
+        max_model_len=resolved(options.max_model_len),
+        max_batch_tokens=resolved(scheduler.max_batch_tokens),
     )
     grammars = Grammars(Path(options.tokenizer or folder), model.vocab_size, model.eos_token_ids)
     kv_dtype = pick_kv_dtype(config, model, device)
@@ -203,12 +202,11 @@ def count_pages(
     Raises:
         ConfigError: not one page fits.
     """
-    cache = config.cache
-    assert cache.page_size is not None
+    cache, page_size = config.cache, resolved(config.cache.page_size)
     if cache.num_pages is not None:
         return cache.num_pages
     kv_heads = max(len(partition_of(model, comm).kv_heads), 1)
-    per_page = KVCache.bytes_per_page(model, kv_heads, cache.page_size, pick_kv_dtype(config, model, device))
+    per_page = KVCache.bytes_per_page(model, kv_heads, page_size, pick_kv_dtype(config, model, device))
     memory = cache.kv_memory
     if memory is None:
         memory = _free_gpu_memory(config, runner) if device.type == "cuda" else _CPU_KV_MEMORY
@@ -216,7 +214,7 @@ def count_pages(
     count = int(comm.all_reduce_min_(pages))
     if count < 1:
         raise ConfigError(
-            f"the KV pool has no room for one page of {cache.page_size} tokens ({per_page} bytes): give more --kv-memory "
+            f"the KV pool has no room for one page of {page_size} tokens ({per_page} bytes): give more --kv-memory "
             "or --gpu-memory-utilization"
         )
     return count
