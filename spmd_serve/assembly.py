@@ -61,13 +61,12 @@ def assemble(plan: Plan, ranks: RankInfo) -> Assembly:
 
 def make_scheduler(config: Config, model: ModelConfig, num_pages: int) -> Scheduler:
     """The scheduler for a resolved config."""
-    cache, options = config.cache, config.scheduler
+    cache = config.cache
     return Scheduler(
-        options,
+        config.scheduler,
         page_size=resolved(cache.page_size),
         num_pages=num_pages,
         prefix_cache=cache.prefix_cache,
-        max_batch_tokens=resolved(options.max_batch_tokens),
         max_model_len=resolved(config.model.max_model_len),
         eos_token_ids=model.eos_token_ids,
         overlap=resolved(config.engine.overlap),
