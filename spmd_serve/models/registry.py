@@ -122,7 +122,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA_2 | {"window": _windowed_by_pattern(2)},
     "Gemma3ForCausalLM": _GEMMA_2 | {"window": _windowed_by_pattern(6), "qk_norm": "head"},
-    "Phi3ForCausalLM": {"fused_qkv_weights": True, "window": _all_windowed},
+    "Phi3ForCausalLM": {"fused_weights": True, "window": _all_windowed},
     "SmolLM3ForCausalLM": {
         "qkv_bias": _attention_bias,
         "o_bias": _attention_bias,
