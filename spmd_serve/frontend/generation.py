@@ -191,24 +191,14 @@ class Generation:
         await self._waiter
         self._waiter = None
 
-    # ---- usage
-
-    def prompt_tokens(self) -> int:
-        """Each prompt counts once, however many choices it has."""
-        return sum(len(p.ids) for p in self.plan.prompts)
-
-    def cached_tokens(self) -> int:
-        return sum(self.choices[i].cached_tokens for i in range(0, len(self.choices), self.plan.best_of))
-
-    def completion_tokens(self) -> int:
-        return sum(c.num_tokens for c in self.choices)
-
     def usage(self) -> dict[str, object]:
-        """OpenAI's usage object, with what has been produced so far."""
-        prompt, completion = self.prompt_tokens(), self.completion_tokens()
+        """OpenAI's usage object, with what has been produced so far. A prompt counts once, however many choices it has."""
+        prompt = sum(len(p.ids) for p in self.plan.prompts)
+        completion = sum(c.num_tokens for c in self.choices)
+        cached = sum(c.cached_tokens for c in self.choices[:: self.plan.best_of])
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens()},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }
