@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -216,7 +215,3 @@ def main(argv: list[str]) -> int:
         else:
             print(f"  {workload.name:16} at least {seconds:8.3f} s, at most {rate:10.1f} output tokens/s")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
