@@ -270,7 +270,6 @@ def _model_info(config: Config, model: ModelConfig, folder: Path) -> ModelInfo:
         max_request_tokens=min(pool, resolved(options.max_model_len)),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        bos_token_id=model.bos_token_id,
         generation_defaults=model.generation_defaults,
         created=int(time.time()),
     )

@@ -338,9 +338,6 @@ class StepOutput:
     finished: list[Finish] = field(default_factory=list)
     stats: StepStats | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self.uids or self.finished or self.prompt_logprobs)
-
 
 class ServiceState(IntEnum):
     """What /health tells. It only ever grows."""
@@ -370,6 +367,5 @@ class ModelInfo:
     max_request_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None = None
     generation_defaults: dict[str, float] = field(default_factory=dict)
     created: int = 0

@@ -141,12 +141,9 @@ class CoreLink:
 
     def publish(self, output: StepOutput) -> None:
         """Hand a step's output to the frontends that its rows belong to; statistics go to all of them."""
-        if len(self._outboxes) == 1:
-            self._send(0, ToFrontend(output=output))
-            return
-        for index, part in enumerate(split_output(output, len(self._outboxes))):
-            if part or part.stats is not None:
-                self._send(index, ToFrontend(output=part))
+        count = len(self._outboxes)
+        for index, part in enumerate(split_output(output, count) if count > 1 else [output]):
+            self._send(index, ToFrontend(output=part))
 
     def set_state(self, state: ServiceState, reason: str = "") -> None:
         """Tell every frontend what the service is doing; FAILED ends all open requests with an error."""
