@@ -86,7 +86,7 @@ def _rank0_options(argv: Sequence[str]) -> Config | _Over:
 
 
 def _check_address_file(file: Path) -> None:
-    """It is written at the very end of the start, which may be minutes away."""
+    """Fail before anything is loaded: the file is written at the very end of the start, which may be minutes away."""
     if not file.parent.is_dir():
         raise ConfigError(f"--address-file: there is no folder {file.parent}")
     if file.is_dir() or not os.access(file.parent, os.W_OK):
@@ -262,7 +262,7 @@ def default_name(model: str) -> str:
 
 def _model_info(config: Config, model: ModelConfig, folder: Path) -> ModelInfo:
     options, cache = config.model, config.cache
-    pool = cache.num_pages * resolved(cache.page_size) if cache.num_pages else sys.maxsize
+    pool = cache.num_pages * cache.page_size if cache.num_pages else sys.maxsize
     return ModelInfo(
         name=options.served_model_name or default_name(options.model),
         folder=options.tokenizer or str(folder),

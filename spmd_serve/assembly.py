@@ -64,7 +64,7 @@ def make_scheduler(config: Config, model: ModelConfig, num_pages: int) -> Schedu
     cache = config.cache
     return Scheduler(
         config.scheduler,
-        page_size=resolved(cache.page_size),
+        page_size=cache.page_size,
         num_pages=num_pages,
         prefix_cache=cache.prefix_cache,
         max_model_len=resolved(config.model.max_model_len),

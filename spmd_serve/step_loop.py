@@ -64,11 +64,11 @@ class Link(Protocol):
         """Take what a step produced; does not wait."""
 
     def set_state(self, state: ServiceState, reason: str = "") -> None:
-        """Take what the service does from now on."""
+        """Note what the service does from now on, and why."""
 
 
 class GivenLink:
-    """What a Link does for requests that are all there at once; `publish` is the subclass's."""
+    """A Link whose requests are all there at once; a subclass says what becomes of the outputs (`publish`)."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests = requests

@@ -47,7 +47,7 @@ class SamplingParams:
     """
 
     max_tokens: int  # new tokens, already clamped to the context
-    temperature: float = 1.0  # 0 is greedy, and becomes of what is under GREEDY_BELOW
+    temperature: float = 1.0  # 0 is greedy; what is under GREEDY_BELOW becomes 0
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
     min_p: float = 0.0

@@ -175,7 +175,7 @@ def _best_seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def workloads_for(kind: str) -> list[Workload]:
-    """Those that the README gives figures for, on a kind of device."""
+    """The workloads that the README gives figures for, on a kind of device."""
     if kind == "cuda":
         return [offline_256(), decode(1), decode(8), decode(64)]
     return [make_workload("16 x 128 -> 64", 16, (128, 128), (64, 64)), decode(1, 16, 64)]

@@ -50,7 +50,7 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Of the weights. auto is the checkpoint's 16-bit type where the device is fast with it, else float32."""
+    """The type of the weights. auto is the checkpoint's 16-bit type where the device is fast with it, else float32."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
     dtype = torch.float16 if model.dtype == "float16" else torch.bfloat16
@@ -58,7 +58,7 @@ def pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dty
 
 
 def pick_kv_dtype(config: Config, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Of the KV pool's entries: as attention computes, so that nothing is converted, or FP8."""
+    """The type of the KV pool's entries: the one that attention computes in, so that nothing is converted, or FP8."""
     if config.cache.kv_dtype == "fp8":
         return FP8
     return activation_dtype(pick_dtype(config.model.dtype, model, device), device)
@@ -87,7 +87,6 @@ def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> 
     return replace(
         config,
         model=replace(config.model, max_model_len=max_len, dtype=dtype),
-        cache=replace(config.cache, page_size=config.cache.page_size or 16),
         scheduler=replace(
             config.scheduler, max_batch_tokens=config.scheduler.max_batch_tokens or (8192 if gpu else 512)
         ),
@@ -184,7 +183,7 @@ def build_runner(
     options, scheduler = config.model, config.scheduler
     decoder, context, _ = build_decoder(config, model, folder, comm, device)
     limits = RunnerLimits(
-        page_size=resolved(config.cache.page_size),
+        page_size=config.cache.page_size,
         max_num_seqs=scheduler.max_num_seqs,
         max_model_len=resolved(options.max_model_len),
         max_batch_tokens=resolved(scheduler.max_batch_tokens),
@@ -202,11 +201,11 @@ def count_pages(
     Raises:
         ConfigError: not one page fits.
     """
-    cache, page_size = config.cache, resolved(config.cache.page_size)
+    cache = config.cache
     if cache.num_pages is not None:
         return cache.num_pages
     kv_heads = max(len(partition_of(model, comm).kv_heads), 1)
-    per_page = KVCache.bytes_per_page(model, kv_heads, page_size, pick_kv_dtype(config, model, device))
+    per_page = KVCache.bytes_per_page(model, kv_heads, cache.page_size, pick_kv_dtype(config, model, device))
     memory = cache.kv_memory
     if memory is None:
         memory = _free_gpu_memory(config, runner) if device.type == "cuda" else _CPU_KV_MEMORY
@@ -214,7 +213,7 @@ def count_pages(
     count = int(comm.all_reduce_min_(pages))
     if count < 1:
         raise ConfigError(
-            f"the KV pool has no room for one page of {page_size} tokens ({per_page} bytes): give more --kv-memory "
+            f"the KV pool has no room for one page of {cache.page_size} tokens ({per_page} bytes): give more --kv-memory "
             "or --gpu-memory-utilization"
         )
     return count

@@ -33,7 +33,7 @@ class RowExtras:
     def create(
         cls, row: NewRow, vocab: range, eos_token_ids: tuple[int, ...], device: torch.device, grammars: Grammars
     ) -> RowExtras:
-        """Of a row that begins: what is known of it, on this rank's rows `vocab` of the vocabulary."""
+        """The extras of a row that begins, for this rank's rows `vocab` of the vocabulary."""
         p = row.params
         tokens = row.tokens[: row.num_tokens].tolist()
         prompt, output = tokens[: row.num_prompt], tokens[row.num_prompt :]

@@ -157,7 +157,7 @@ class Body(BaseModel):
 
 
 def _is_harmless(name: str, value: Any) -> bool:
-    """By type too, because in Python 0 is False."""
+    """Types are compared too, because in Python 0 == False."""
     return any(type(value) is type(harmless) and value == harmless for harmless in HARMLESS.get(name, ()))
 
 

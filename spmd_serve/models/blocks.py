@@ -310,7 +310,7 @@ def _scaled(units: range, size: int) -> range:
 def _column_parallel_pieces(
     linear: Linear, prefix: str, parts: Sequence[tuple[str, range, int]], fused: str | None, in_features: int
 ) -> Iterator[WeightPiece]:
-    """Of a layer that holds several of the checkpoint's, one below the other.
+    """The weights of a layer that holds several of the checkpoint's, one below the other.
 
     Args:
         parts: the name of each, the rows that this rank owns, and how many there are.
@@ -331,7 +331,7 @@ def _column_parallel_pieces(
 def _row_parallel_pieces(
     linear: Linear, source: str, columns: range, shape: tuple[int, int], *, bias: bool
 ) -> Iterator[WeightPiece]:
-    """Of a layer that owns `columns` of the checkpoint's weight. bias: the checkpoint has one, which rank 0 adds."""
+    """The weights of a layer that owns `columns` of the checkpoint's. bias: the checkpoint has one, which rank 0 adds."""
     index = (slice(None), slice(columns.start, columns.stop))
     yield WeightPiece(linear.weight, f"{source}.weight", index, shape)
     if bias:

@@ -136,7 +136,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The type of the weights."""
         return self._ctx.dtype
 
     def __call__(
