@@ -29,10 +29,10 @@ from spmd_serve.logs import set_up_logs
 from spmd_serve.types import ModelInfo, ServiceState, StepOutput
 
 if TYPE_CHECKING:
+    from spmd_serve.assembly import Plan
     from spmd_serve.distributed.beats import Progress
     from spmd_serve.distributed.board import Board
     from spmd_serve.distributed.liveness import Liveness
-    from spmd_serve.models.model_config import ModelConfig
 
 logger = logging.getLogger("spmd_serve")
 
@@ -193,9 +193,8 @@ def _serve(
     join_group(ranks, board.store, config.control.control_timeout)
     agree(board, "software", software_fingerprint())
     plan = make_plan(config, ranks)
-    config, model, folder = plan.config, plan.model, plan.folder
-    tokenizer_folder = Path(config.model.tokenizer or folder)
-    agree(board, "model", model_fingerprint(model, folder, tokenizer_folder) | options_fingerprint(config))
+    config, model = plan.config, plan.model
+    agree(board, "model", model_fingerprint(model, plan.folder, plan.tokenizer_folder) | options_fingerprint(config))
 
     frontend = None
     if ranks.rank == 0:
@@ -203,7 +202,7 @@ def _serve(
 
         if config.server.frontend == "thread":
             sys.setswitchinterval(0.0005)  # a busy HTTP thread would hold each exchange up for 16-39 ms instead of 1-3
-        info = _model_info(config, model, folder)
+        info = _model_info(plan)
         frontend = start_frontend(config, info, lambda reason: liveness.fail(FrontendError(reason)))
         stack.callback(frontend.stop, FRONTEND_STOP_S)
         liveness.on_failure = lambda reason: frontend.link.set_state(ServiceState.FAILED, reason)
@@ -260,12 +259,12 @@ def default_name(model: str) -> str:
     return os.path.basename(os.path.abspath(model))
 
 
-def _model_info(config: Config, model: ModelConfig, folder: Path) -> ModelInfo:
-    options, cache = config.model, config.cache
+def _model_info(plan: Plan) -> ModelInfo:
+    model, options, cache = plan.model, plan.config.model, plan.config.cache
     pool = cache.num_pages * cache.page_size if cache.num_pages else sys.maxsize
     return ModelInfo(
         name=options.served_model_name or default_name(options.model),
-        folder=options.tokenizer or str(folder),
+        folder=str(plan.tokenizer_folder),
         max_model_len=resolved(options.max_model_len),
         max_request_tokens=min(pool, resolved(options.max_model_len)),
         vocab_size=model.vocab_size,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from spmd_serve.config import Config, resolved
 from spmd_serve.distributed.collectives import Communicator
@@ -24,7 +25,12 @@ class Plan:
     config: Config
     model: ModelConfig
     folder: Path
-    device: Any  # torch.device
+    device: torch.device
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where tokenizer and chat template are."""
+        return Path(self.config.model.tokenizer or self.folder)
 
 
 @dataclass(frozen=True)

@@ -86,6 +86,10 @@ class SamplingParams:
             or self.grammar is not None
         )
 
+    def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end the sequence once there are min_tokens; `eos_token_ids` are the model's."""
+        return frozenset(self.stop_token_ids) if self.ignore_eos else eos_token_ids.union(self.stop_token_ids)
+
     def problem(self, vocab_size: int) -> str:
         """What is wrong with the values, with the field's name; empty if nothing is. The bounds are those of the HTTP API."""
         ids, biases = self.stop_token_ids, self.logit_bias

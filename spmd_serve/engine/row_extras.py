@@ -49,10 +49,8 @@ class RowExtras:
             extras.grammar = grammars.start(p.grammar, output)
             extras.early_stops = (*p.stop_token_ids, *eos_token_ids, *extras.grammar.eos_token_ids)
         elif p.min_tokens:
-            stops = set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos_token_ids))
-            extras.stop_ids = torch.tensor(
-                [t - vocab.start for t in sorted(stops) if t in vocab], dtype=torch.int64, device=device
-            )
+            stops = [t - vocab.start for t in sorted(p.stop_ids(frozenset(eos_token_ids))) if t in vocab]
+            extras.stop_ids = torch.tensor(stops, dtype=torch.int64, device=device)
         if p.prompt_logprobs is not None:
             extras.prompt = prompt
         return extras
