@@ -235,7 +235,7 @@ class Scheduler:
                 decoding.leave()
             elif sequence.synchronous and sequence.planned >= len(sequence.tokens):
                 held.add(sequence.uid)
-            elif self._has_page(sequence):
+            elif self._ensure_page(sequence):
                 sequence.planned += 1
                 self._set_bound(sequence)
         decoding.update()
@@ -248,8 +248,8 @@ class Scheduler:
         pages_end = len(sequence.pages) * self._tables.page_size
         sequence.bound = 0 if sequence.synchronous else min(pages_end, sequence.limit - 1)
 
-    def _has_page(self, sequence: Sequence) -> bool:
-        """Make sure that the sequence's next position has a page. The newest sequences give way, possibly itself (False)."""
+    def _ensure_page(self, sequence: Sequence) -> bool:
+        """Give the sequence's next position a page if it has none. The newest sequences give way, possibly itself (False)."""
         if sequence.planned < len(sequence.pages) * self._tables.page_size:
             return True
         while not self._tables.pool.num_available:
