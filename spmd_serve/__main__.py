@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from spmd_serve.config import Config, parse_args
+from spmd_serve.config import Config, parse_args, resolved
 from spmd_serve.distributed.process import leave_process, say_error
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
@@ -29,13 +29,12 @@ from spmd_serve.logs import set_up_logs
 from spmd_serve.types import ModelInfo, ServiceState, StepOutput
 
 if TYPE_CHECKING:
+    from spmd_serve.assembly import Plan
     from spmd_serve.distributed.beats import Progress
     from spmd_serve.distributed.board import Board
     from spmd_serve.distributed.liveness import Liveness
-    from spmd_serve.models.model_config import ModelConfig
 
 logger = logging.getLogger("spmd_serve")
-T = TypeVar("T")
 
 PEERS_GONE_S = 2.0  # how long a failed rank lets the others speak before its traceback
 FRONTEND_STOP_S = 2.0
@@ -60,13 +59,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         signals.interrupts = ranks.world_size == 1  # else the others are told first, once all have met
         if ranks.under_agent:
             die_with_parent()
-        config: Config | None = None
-        over: _Over | None = None
-        if ranks.rank == 0:
-            config, over = _rank0_options(sys.argv[1:] if argv is None else argv)
-        if over is not None and ranks.world_size == 1:
-            return over.exit_code
-        return _run_rank(ranks, config, over, signals)
+        options = _rank0_options(sys.argv[1:] if argv is None else argv) if ranks.rank == 0 else None
+        if isinstance(options, _Over) and ranks.world_size == 1:
+            return options.exit_code
+        return _run_rank(ranks, options, signals)
     except Stopped:
         return 0
     except SpmdServeError as exc:
@@ -75,7 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return REFUSED if isinstance(exc, REFUSALS) else 1
 
 
-def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, _Over | None]:
+def _rank0_options(argv: Sequence[str]) -> Config | _Over:
     """The options, or why there is nothing to run."""
     try:
         config = parse_args(argv)
@@ -83,14 +79,14 @@ def _rank0_options(argv: Sequence[str]) -> tuple[Config | None, _Over | None]:
         if config.server.address_file is not None:
             _check_address_file(Path(config.server.address_file))
     except ConfigError as exc:
-        return None, _Over(REFUSED, say_error("spmd_serve", exc))
+        return _Over(REFUSED, say_error("spmd_serve", exc))
     except SystemExit as exc:  # --help has been printed
-        return None, _Over(int(exc.code or 0), "--help")
-    return config, None
+        return _Over(int(exc.code or 0), "--help")
+    return config
 
 
 def _check_address_file(file: Path) -> None:
-    """It is written at the very end of the start, which may be minutes away."""
+    """Fail before anything is loaded: the file is written at the very end of the start, which may be minutes away."""
     if not file.parent.is_dir():
         raise ConfigError(f"--address-file: there is no folder {file.parent}")
     if file.is_dir() or not os.access(file.parent, os.W_OK):
@@ -120,26 +116,26 @@ def _rank0_check_port(config: Config) -> None:
             time.sleep(0.1)
 
 
-def _run_rank(ranks: RankInfo, config: Config | None, over: _Over | None, signals: StopSignals) -> int:
-    """From the meeting of the ranks to their end."""
+def _run_rank(ranks: RankInfo, options: Config | _Over | None, signals: StopSignals) -> int:
+    """From the meeting of the ranks to their end. options: rank 0's; None on the others."""
     from spmd_serve.distributed.beats import Progress
     from spmd_serve.distributed.board import Failure, open_board
     from spmd_serve.distributed.liveness import Liveness
 
     progress = Progress()
-    set_up_logs(config.server.log_level if config else "info", ranks.rank, lambda: progress.step)
+    set_up_logs(options.server.log_level if isinstance(options, Config) else "info", ranks.rank, lambda: progress.step)
     gc.disable()  # until it serves: what is imported and built now stays, and to walk through it takes a tenth of the start
     board = open_board(ranks, lambda: signals.stopped_at)
-    if over is not None:
-        board.fail(Failure(ranks.rank, ranks.hostname, "refused" if over.exit_code else "help", over.reason))
+    if isinstance(options, _Over):
+        board.fail(Failure(ranks.rank, ranks.hostname, "refused" if options.exit_code else "help", options.reason))
         _await_peers(board)
-        return over.exit_code
+        return options.exit_code
     liveness = Liveness(board, progress, signals)
     stack = ExitStack()
     try:
         signals.interrupts = True
         liveness.start()
-        _serve(board.share("config", config), ranks, board, liveness, progress, stack)
+        _serve(board.share("config", options), ranks, board, liveness, progress, stack)
         stack.close()
         leave_group()
         return liveness.leave_together()  # still watched: a rank that does not come to its end would be waited for
@@ -197,9 +193,8 @@ def _serve(
     join_group(ranks, board.store, config.control.control_timeout)
     agree(board, "software", software_fingerprint())
     plan = make_plan(config, ranks)
-    config, model, folder = plan.config, plan.model, plan.folder
-    tokenizer_folder = Path(config.model.tokenizer or folder)
-    agree(board, "model", model_fingerprint(model, folder, tokenizer_folder) | options_fingerprint(config))
+    config, model = plan.config, plan.model
+    agree(board, "model", model_fingerprint(model, plan.folder, plan.tokenizer_folder) | options_fingerprint(config))
 
     frontend = None
     if ranks.rank == 0:
@@ -207,7 +202,7 @@ def _serve(
 
         if config.server.frontend == "thread":
             sys.setswitchinterval(0.0005)  # a busy HTTP thread would hold each exchange up for 16-39 ms instead of 1-3
-        info = _model_info(config, model, folder)
+        info = _model_info(plan)
         frontend = start_frontend(config, info, lambda reason: liveness.fail(FrontendError(reason)))
         stack.callback(frontend.stop, FRONTEND_STOP_S)
         liveness.on_failure = lambda reason: frontend.link.set_state(ServiceState.FAILED, reason)
@@ -222,7 +217,7 @@ def _serve(
         assembly.scheduler,
         assembly.runner,
         config.control,
-        overlap=_known(config.engine.overlap),
+        overlap=resolved(config.engine.overlap),
         progress=progress,
         link=frontend.link if frontend else None,
         requested_phase=lambda: liveness.phase,
@@ -259,27 +254,21 @@ def _begin(board: Board, liveness: Liveness, config: Config, wake: Callable[[], 
         raise Stopped
 
 
-def _known(value: T | None) -> T:
-    assert value is not None, "the config is resolved"
-    return value
-
-
 def default_name(model: str) -> str:
     """The name in the API: the last part of the path or hub id, also where that is "." or ends with a slash."""
     return os.path.basename(os.path.abspath(model))
 
 
-def _model_info(config: Config, model: ModelConfig, folder: Path) -> ModelInfo:
-    options, cache = config.model, config.cache
-    pool = cache.num_pages * _known(cache.page_size) if cache.num_pages else sys.maxsize
+def _model_info(plan: Plan) -> ModelInfo:
+    model, options, cache = plan.model, plan.config.model, plan.config.cache
+    pool = cache.num_pages * cache.page_size if cache.num_pages else sys.maxsize
     return ModelInfo(
         name=options.served_model_name or default_name(options.model),
-        folder=options.tokenizer or str(folder),
-        max_model_len=_known(options.max_model_len),
-        max_request_tokens=min(pool, _known(options.max_model_len)),
+        folder=str(plan.tokenizer_folder),
+        max_model_len=resolved(options.max_model_len),
+        max_request_tokens=min(pool, resolved(options.max_model_len)),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
-        bos_token_id=model.bos_token_id,
         generation_defaults=model.generation_defaults,
         created=int(time.time()),
     )

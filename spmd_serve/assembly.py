@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from spmd_serve.config import Config
+import torch
+
+from spmd_serve.config import Config, resolved
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.ranks import RankInfo
 from spmd_serve.engine.build import build_runner, count_pages, pick_device, resolve_config
@@ -24,7 +25,12 @@ class Plan:
     config: Config
     model: ModelConfig
     folder: Path
-    device: Any  # torch.device
+    device: torch.device
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where tokenizer and chat template are."""
+        return Path(self.config.model.tokenizer or self.folder)
 
 
 @dataclass(frozen=True)
@@ -61,16 +67,14 @@ def assemble(plan: Plan, ranks: RankInfo) -> Assembly:
 
 def make_scheduler(config: Config, model: ModelConfig, num_pages: int) -> Scheduler:
     """The scheduler for a resolved config."""
-    cache, options = config.cache, config.scheduler
-    assert cache.page_size and options.max_batch_tokens and config.model.max_model_len, "config is resolved"
+    cache = config.cache
     return Scheduler(
-        options,
+        config.scheduler,
         page_size=cache.page_size,
         num_pages=num_pages,
         prefix_cache=cache.prefix_cache,
-        max_batch_tokens=options.max_batch_tokens,
-        max_model_len=config.model.max_model_len,
+        max_model_len=resolved(config.model.max_model_len),
         eos_token_ids=model.eos_token_ids,
-        overlap=bool(config.engine.overlap),
+        overlap=resolved(config.engine.overlap),
         digest=config.control.digest,
     )

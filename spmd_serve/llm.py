@@ -18,10 +18,9 @@ import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 from spmd_serve.assembly import assemble, make_plan
-from spmd_serve.config import parse_args
+from spmd_serve.config import parse_args, resolved
 from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.board import open_board
 from spmd_serve.distributed.channel import make_channel
@@ -117,7 +116,7 @@ class LLM:
         self._config = self._assembly.plan.config
         self._unusable = ""  # why
         self._tokenizer: TextTokenizer | None = None
-        folder = Path(self._config.model.tokenizer or self._assembly.plan.folder)
+        folder = self._assembly.plan.tokenizer_folder
         if (folder / "tokenizer.json").exists():  # a config alone serves random weights and token ids
             self._tokenizer = TextTokenizer(folder, self._assembly.plan.model.vocab_size)
         self._next_uid = 0
@@ -128,7 +127,7 @@ class LLM:
             self._assembly.scheduler,
             self._assembly.runner,
             self._config.control,
-            overlap=bool(self._config.engine.overlap),
+            overlap=resolved(self._config.engine.overlap),
             progress=Progress(),
             link=self._link if self._ranks.rank == 0 else None,
         )

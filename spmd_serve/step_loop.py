@@ -42,7 +42,6 @@ class PendingStep(Protocol):
 
     def wait(self) -> StepTokens:
         """Its tokens, when they have been sampled."""
-        ...
 
 
 class Runner(Protocol):
@@ -50,7 +49,6 @@ class Runner(Protocol):
 
     def launch(self, batch: ScheduledBatch) -> PendingStep:
         """Start a step; does not wait for its end where the device works by itself. Collective."""
-        ...
 
 
 class Link(Protocol):
@@ -58,23 +56,19 @@ class Link(Protocol):
 
     def drain(self) -> tuple[list[Request], list[Abort]]:
         """Everything that has been queued; does not wait."""
-        ...
 
     def wait(self, timeout_s: float) -> bool:
         """Until there is something to drain, or the loop is to look anew; False after `timeout_s`."""
-        ...
 
     def publish(self, output: StepOutput) -> None:
         """Take what a step produced; does not wait."""
-        ...
 
     def set_state(self, state: ServiceState, reason: str = "") -> None:
-        """Take what the service does from now on."""
-        ...
+        """Note what the service does from now on, and why."""
 
 
 class GivenLink:
-    """What a Link does for requests that are all there at once; `publish` is the subclass's."""
+    """A Link whose requests are all there at once; a subclass says what becomes of the outputs (`publish`)."""
 
     def __init__(self, requests: list[Request]) -> None:
         self._requests = requests

@@ -61,7 +61,7 @@ class CompiledGrammars:
 
     @property
     def eos_token_ids(self) -> tuple[int, ...]:
-        """Those that end a grammar. Raises ModelError as `compile` does."""
+        """The tokens that end a grammar. Raises ModelError as `compile` does."""
         return tuple(self._tokenizer.result().eos_tokens)
 
     def compile(self, grammar: str) -> Compiled:

@@ -47,7 +47,7 @@ class SamplingParams:
     """
 
     max_tokens: int  # new tokens, already clamped to the context
-    temperature: float = 1.0  # 0 is greedy, and becomes of what is under GREEDY_BELOW
+    temperature: float = 1.0  # 0 is greedy; what is under GREEDY_BELOW becomes 0
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
     min_p: float = 0.0
@@ -85,6 +85,10 @@ class SamplingParams:
             or self.prompt_logprobs is not None
             or self.grammar is not None
         )
+
+    def stop_ids(self, eos_token_ids: frozenset[int]) -> frozenset[int]:
+        """The tokens that end the sequence once there are min_tokens; `eos_token_ids` are the model's."""
+        return frozenset(self.stop_token_ids) if self.ignore_eos else eos_token_ids.union(self.stop_token_ids)
 
     def problem(self, vocab_size: int) -> str:
         """What is wrong with the values, with the field's name; empty if nothing is. The bounds are those of the HTTP API."""
@@ -338,9 +342,6 @@ class StepOutput:
     finished: list[Finish] = field(default_factory=list)
     stats: StepStats | None = None
 
-    def __bool__(self) -> bool:
-        return bool(self.uids or self.finished or self.prompt_logprobs)
-
 
 class ServiceState(IntEnum):
     """What /health tells. It only ever grows."""
@@ -370,6 +371,5 @@ class ModelInfo:
     max_request_tokens: int
     vocab_size: int
     eos_token_ids: tuple[int, ...]
-    bos_token_id: int | None = None
     generation_defaults: dict[str, float] = field(default_factory=dict)
     created: int = 0

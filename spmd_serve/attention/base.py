@@ -6,8 +6,8 @@ are in the paged cache already when `attend` runs, so a backend only reads the c
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -61,13 +61,17 @@ class AttentionBatch:
         return self.decode_slots.shape[0]
 
 
-class AttentionBackend(Protocol):
+class AttentionBackend(ABC):
     """One object per rank. `plan` runs once per step, `attend` once per layer."""
 
+    fuses_decode = False
+    """Whether decoding rows go through `decode`; `attend` then gets the chunks' rows only."""
+
+    @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:
         """Prepare the step; everything that does not depend on the layer."""
-        ...
 
+    @abstractmethod
     def attend(
         self, q: Tensor, k_cache: Tensor, v_cache: Tensor, spec: AttentionSpec, out: Tensor | None = None
     ) -> Tensor:
@@ -75,10 +79,6 @@ class AttentionBackend(Protocol):
 
         Query head h attends to KV head h // (q_heads / kv_heads). The result goes to `out` if there is one.
         """
-        ...
-
-    fuses_decode: bool
-    """Whether decoding rows go through `decode`; `attend` then gets the chunks' rows only."""
 
     def decode(
         self,
@@ -93,7 +93,7 @@ class AttentionBackend(Protocol):
 
         qkv: [rows, (q_heads + 2 * kv_heads) * head_dim] -> [rows, q_heads, head_dim], in `out` if there is one.
         """
-        ...
+        raise NotImplementedError("this backend attends to decoding rows like to others")
 
 
 def make_backend(name: str, device: torch.device) -> AttentionBackend:

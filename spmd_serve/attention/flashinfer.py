@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from spmd_serve.attention.base import AttentionBatch, AttentionSpec
+from spmd_serve.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
 from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention
 
 _WORKSPACE_BYTES = 256 * 2**20
@@ -27,7 +27,7 @@ class _PrefillPlan:
     planned: set[AttentionSpec] = field(default_factory=set)
 
 
-class FlashInferAttention:
+class FlashInferAttention(AttentionBackend):
     """See AttentionBackend.
 
     FlashInfer's plan is copied to the GPU from a pinned buffer that belongs to the wrapper; planning again before that

@@ -13,8 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from spmd_serve.attention.base import AttentionBatch, AttentionSpec, ChunkSpan
-from spmd_serve.kernels.decode_attention import Rotation
+from spmd_serve.attention.base import AttentionBackend, AttentionBatch, AttentionSpec, ChunkSpan
 
 Pages = slice | Tensor  # a row's pages if they lie side by side, else int64 indices
 
@@ -49,10 +48,8 @@ class ScriptedDecode(NamedTuple):
     mask: Tensor
 
 
-class TorchAttention:
+class TorchAttention(AttentionBackend):
     """See AttentionBackend."""
-
-    fuses_decode = False
 
     def __init__(self) -> None:
         self._groups: list[_DecodeGroup] = []
@@ -93,17 +90,6 @@ class TorchAttention:
         else:
             pages, first, length = group.pages, 0, group.pages.shape[1]
         return ScriptedDecode(pages, first, length, _decode_mask(group, length * page_size, spec.window, torch.float32))
-
-    def decode(
-        self,
-        qkv: Tensor,
-        rotation: Rotation,
-        k_cache: Tensor,
-        v_cache: Tensor,
-        spec: AttentionSpec,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        raise NotImplementedError("this backend attends to decoding rows like to others")
 
 
 def _group_decodes(batch: AttentionBatch) -> list[_DecodeGroup]:

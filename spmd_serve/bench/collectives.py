@@ -100,7 +100,3 @@ def _report(rows: list[dict[str, Any]], as_json: bool) -> None:
     for row in rows:
         cells = "".join(f"{row['us'][name]:>20.1f}" for name in names)
         print(f"{row['bytes'] // 1024:>6}{cells}{row['taken']:>16}")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -115,9 +115,7 @@ def measure(engine: Engine, prompts: list[str], output_tokens: int) -> Timings:
     for prompt in prompts:
         body = {"prompt": prompt, "max_tokens": output_tokens, "temperature": 0.0, "stream": True} | engine.dialect
         bodies.append(msgspec.Raw(json.dumps(body).encode()))
-    timings = run_clients(
-        engine.url, bodies, streams=len(bodies), clients=1, api_key="", progress=_ignore, done_line=engine.done_line
-    )
+    timings = run_clients(engine.url, bodies, streams=len(bodies), clients=1, api_key="", done_line=engine.done_line)
     if timings.failures:
         raise RuntimeError(f"{engine.name} failed {timings.failures} requests: {timings.failure}")
     if timings.output_tokens != len(prompts) * output_tokens:
@@ -148,9 +146,8 @@ def own_engine(args: argparse.Namespace, folder: Path, dtype: str) -> Iterator[E
     """spmd_serve under torchrun."""
     threads = max(1, args.threads // args.ranks)
     server_args = f"--dtype {dtype} --threads {threads} --log-level warning {args.server_args}"
-    options = argparse.Namespace(model=str(folder), ranks=args.ranks, server_args=server_args)
     before = set(_children(os.getpid()))
-    with _environment(OMP_NUM_THREADS=str(threads)), started_server(options) as url:
+    with started_server(str(folder), args.ranks, server_args, OMP_NUM_THREADS=str(threads)) as url:
         pids = tuple(p for child in set(_children(os.getpid())) - before for p in _family(child))
         yield Engine(
             "spmd_serve", url, pids, {"ignore_eos": True, "stream_options": {"include_usage": True}}, done_line=True
@@ -165,8 +162,8 @@ def peer_engine(args: argparse.Namespace, folder: Path, dtype: str) -> Iterator[
         port = probe.getsockname()[1]
     command = [args.peer, "serve", str(folder), "--continuous-batching", "--dtype", dtype, "--device", "cpu"]
     command += ["--host", "127.0.0.1", "--port", str(port), *args.peer_args.split()]
-    with _environment(OMP_NUM_THREADS=str(args.threads), HF_HUB_OFFLINE="1", NO_COLOR="1"):
-        server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    environ = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
+    server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ)
     url = f"http://127.0.0.1:{port}"
     try:
         deadline = time.monotonic() + START_TIMEOUT
@@ -182,21 +179,6 @@ def peer_engine(args: argparse.Namespace, folder: Path, dtype: str) -> Iterator[
     finally:
         server.kill()
         server.wait()
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    """Set environment variables for the processes that are started inside."""
-    saved = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in saved.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _answers(url: str) -> bool:
@@ -217,10 +199,6 @@ def _children(pid: int) -> list[int]:
 def _family(pid: int) -> list[int]:
     """A process and all below it."""
     return [pid, *(p for child in _children(pid) for p in _family(child))]
-
-
-def _ignore(events: int) -> None:
-    pass
 
 
 # ---- the benchmark ------------------------------------------------------------------------------------------------

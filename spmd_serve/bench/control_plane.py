@@ -18,7 +18,7 @@ from dataclasses import replace
 
 from spmd_serve.bench.stats import quantile
 from spmd_serve.bench.workloads import parse_count
-from spmd_serve.config import parse_args
+from spmd_serve.config import parse_args, resolved
 from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.channel import StepChannel
 from spmd_serve.step_loop import GivenLink, StepLoop
@@ -178,7 +178,7 @@ def _decode_worker(batches: list[int], tokens: int, options: list[str]) -> int:
                 make_scheduler(plan.config, plan.model, assembly.num_pages),
                 assembly.runner,
                 replace(config.control, sync_latency=max(latency, 0.0)),
-                overlap=bool(plan.config.engine.overlap),
+                overlap=resolved(plan.config.engine.overlap),
                 progress=progress,
                 link=link if ranks.rank == 0 else None,
             ).run(until_idle=True)

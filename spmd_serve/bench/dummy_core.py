@@ -58,7 +58,7 @@ class DummyCore:
     ) -> None:
         self._link = link
         self._script = script
-        self._eos = set(eos)
+        self._eos = frozenset(eos)
         self._vocab_size = vocab_size
         self._max_running = max_running
         self._step_interval = step_interval
@@ -153,8 +153,7 @@ class DummyCore:
         output.uids.append(uid)
         output.tokens.append(token)
         running.produced += 1
-        stops = params.stop_token_ids if params.ignore_eos else (*params.stop_token_ids, *self._eos)
-        if token in stops and running.produced > params.min_tokens:
+        if token in params.stop_ids(self._eos) and running.produced > params.min_tokens:
             return FinishReason.STOP
         return FinishReason.LENGTH if running.produced >= params.max_tokens else None
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -114,7 +113,3 @@ def _report(found: list[Measurement], file_bytes: int, as_json: bool) -> None:
         print(f"{label:30}{m.bytes_read / 1e6:>10.0f}{m.seconds:>10.2f}{m.bytes_read / m.seconds / 1e9:>8.2f}")
     shards = sum(m.bytes_read for m in found if m.rank is not None and m.cached)
     print(f"all ranks together read {shards / max(file_bytes, 1):.3f} of the files' {file_bytes / 1e6:.0f} MB")
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -16,7 +16,7 @@ from dataclasses import replace
 from statistics import median
 from typing import Any
 
-from spmd_serve.bench.stats import quantile
+from spmd_serve.bench.stats import percentiles_ms
 from spmd_serve.bench.workloads import Workload, decode, make_workload, offline_256, parse_count, parse_range
 from spmd_serve.distributed.ranks import rank_info
 from spmd_serve.llm import LLM, Generation
@@ -104,18 +104,16 @@ def report_of(workload: Workload, results: list[Generation], began: float, wall:
     count = sum(len(result.token_ids) for result in results)
     first = [result.times[0] - began for result in results if result.times]
     between = [b - a for result in results for a, b in zip(result.times, result.times[1:], strict=False)]
-    report: dict[str, Any] = {
+    return {
         "workload": workload.name,
         "requests": len(results),
         "prompt_tokens": workload.prompt_tokens,
         "output_tokens": count,
         "wall_s": round(wall, 3),
         "output_tokens_per_s": round(count / wall, 1),
+        **percentiles_ms("ttft", first),
+        **percentiles_ms("inter_token", between),
     }
-    for name, values in (("ttft", first), ("inter_token", between)):
-        for label, share in (("p50", 0.5), ("p99", 0.99)):
-            report[f"{name}_{label}_ms"] = round(1000 * quantile(values, share), 2)
-    return report
 
 
 def main(argv: list[str]) -> int:
@@ -142,7 +140,3 @@ def main(argv: list[str]) -> int:
         print(f"output tokens/s: median {median(rates):.1f}, from {min(rates):.1f} to {max(rates):.1f}")
     llm.close()
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

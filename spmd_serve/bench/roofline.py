@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -176,7 +175,7 @@ def _best_seconds(call: Callable[[], Any], device: torch.device) -> float:
 
 
 def workloads_for(kind: str) -> list[Workload]:
-    """Those that the README gives figures for, on a kind of device."""
+    """The workloads that the README gives figures for, on a kind of device."""
     if kind == "cuda":
         return [offline_256(), decode(1), decode(8), decode(64)]
     return [make_workload("16 x 128 -> 64", 16, (128, 128), (64, 64)), decode(1, 16, 64)]
@@ -216,7 +215,3 @@ def main(argv: list[str]) -> int:
         else:
             print(f"  {workload.name:16} at least {seconds:8.3f} s, at most {rate:10.1f} output tokens/s")
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

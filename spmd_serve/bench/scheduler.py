@@ -50,13 +50,14 @@ class Driver:
     def __init__(self, sequences: int, cached_pages: int, steps: int, digest: str, seed: int) -> None:
         self._rng = random.Random(seed)
         own_pages = sequences * ((2 * PAGE_SIZE + steps) // PAGE_SIZE + 2)
-        options = SchedulerOptions(max_num_seqs=sequences + 1, max_queue=2 * sequences)
+        options = SchedulerOptions(
+            max_batch_tokens=max(8192, 2 * sequences), max_num_seqs=sequences + 1, max_queue=2 * sequences
+        )
         self.scheduler = Scheduler(
             options,
             page_size=PAGE_SIZE,
             num_pages=own_pages + 2 * CACHED_PROMPT // PAGE_SIZE + cached_pages,
             prefix_cache=True,
-            max_batch_tokens=max(8192, 2 * sequences),
             max_model_len=10**6,
             eos_token_ids=(EOS,),
             overlap=False,

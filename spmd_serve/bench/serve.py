@@ -30,7 +30,7 @@ import msgspec
 
 from spmd_serve.bench.client import Job
 from spmd_serve.bench.dummy_core import DummyCore
-from spmd_serve.bench.stats import Timings, quantile
+from spmd_serve.bench.stats import Timings, percentiles_ms
 from spmd_serve.bench.workloads import MAX_TOKEN_ID, parse_count, parse_range
 from spmd_serve.config import Config, ModelOptions, ServerOptions
 from spmd_serve.errors import REFUSED, ConfigError
@@ -93,7 +93,7 @@ def run_clients(
     streams: int,
     clients: int,
     api_key: str,
-    progress: Callable[[int], None],
+    progress: Callable[[int], None] = lambda events: None,
     done_line: bool = True,
 ) -> Timings:
     """Send all bodies from `clients` processes, which begin together when all are up.
@@ -154,35 +154,40 @@ def run_clients(
 
 def report_of(timings: Timings) -> dict[str, Any]:
     """The figures; times in milliseconds."""
-    report: dict[str, Any] = {
+    return {
         "requests": len(timings.ended) - timings.failures,
         "failed": timings.failures,
         "wall_s": round(timings.wall, 3),
         "prompt_tokens": timings.prompt_tokens,
         "output_tokens": timings.output_tokens,
         "output_tokens_per_s": round(timings.output_tokens / timings.wall, 1),
+        **percentiles_ms("ttft", timings.first),
+        **percentiles_ms("inter_token", timings.between),
+        **percentiles_ms("request", timings.ended),
     }
-    for name, values in (("ttft", timings.first), ("inter_token", timings.between), ("request", timings.ended)):
-        for label, share in (("p50", 0.5), ("p99", 0.99)):
-            report[f"{name}_{label}_ms"] = round(1000 * quantile(values, share), 2) if values else None
-    return report
 
 
 # ---- servers ------------------------------------------------------------------------------------------------------
 
 
 @contextmanager
-def started_server(args: argparse.Namespace) -> Iterator[str]:
-    """A server under torchrun; its URL. Without one it exits: with 2 and no word when the server has said what it refuses."""
+def started_server(model: str | None, ranks: int, options: str, **environment: str) -> Iterator[str]:
+    """A server under torchrun; its URL. Without one it exits: with 2 and no word when the server has said what it refuses.
+
+    Args:
+        model: None is the server's default.
+        options: more options of the server, in one string.
+        environment: more variables for it.
+    """
     with tempfile.TemporaryDirectory(prefix="spmd_serve-bench-") as folder:
         address = Path(folder) / "address"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={args.ranks}"]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += ["-m", "spmd_serve", "--port", "0", "--address-file", str(address)]
-        command += ["--model", args.model] if args.model else []
+        command += ["--model", model] if model else []
         # Ranks leave word of a refusal in the folder, and then torchrun adds no traceback to their one line. It would also warn
         # that it sets this variable.
-        environ = {"OMP_NUM_THREADS": "1"} | os.environ | {"SPMD_SERVE_OUTCOME_DIR": folder}
-        server = subprocess.Popen([*command, *args.server_args.split()], stdout=sys.stderr, env=environ)
+        environ = {"OMP_NUM_THREADS": "1"} | os.environ | environment | {"SPMD_SERVE_OUTCOME_DIR": folder}
+        server = subprocess.Popen([*command, *options.split()], stdout=sys.stderr, env=environ)
         try:
             deadline = time.monotonic() + START_TIMEOUT
             while not (address.is_file() and (url := address.read_text().strip())):
@@ -310,7 +315,7 @@ def main(argv: list[str]) -> int:
         _check_reachable(url)
         report = measure(args, url, None)
     else:
-        with started_server(args) as url:
+        with started_server(args.model, args.ranks, args.server_args) as url:
             report = measure(args, url, None)
     if args.json:
         print(json.dumps(report))

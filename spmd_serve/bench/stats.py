@@ -41,3 +41,9 @@ class Timings(msgspec.Struct):
 def quantile(values: list[float], share: float) -> float:
     """The nearest-rank quantile of at least one value."""
     return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+
+
+def percentiles_ms(name: str, seconds: list[float]) -> dict[str, float | None]:
+    """NAME_p50_ms and NAME_p99_ms of a report, in milliseconds; None where nothing was measured."""
+    shares = {f"{name}_p50_ms": 0.5, f"{name}_p99_ms": 0.99}
+    return {key: round(1000 * quantile(seconds, share), 2) if seconds else None for key, share in shares.items()}

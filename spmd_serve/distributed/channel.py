@@ -62,11 +62,10 @@ class SoloChannel(StepChannel):
 
 
 class GlooChannel(StepChannel):
-    """Broadcasts from rank 0 over a gloo group, whose timeout is the control timeout."""
+    """Broadcasts from rank 0 over the default process group, whose timeout is the control timeout."""
 
-    def __init__(self, rank: int, group: dist.ProcessGroup | None = None) -> None:
+    def __init__(self, rank: int) -> None:
         self._rank = rank
-        self._group = group
         self._message = torch.zeros(MESSAGE_BYTES, dtype=torch.uint8)
         self._view = self._message.numpy().data
         self._posted: StepInput | None = None
@@ -84,7 +83,7 @@ class GlooChannel(StepChannel):
             self._view[:_LENGTH_BYTES] = len(data).to_bytes(_LENGTH_BYTES, "little")
             self._view[_LENGTH_BYTES : _LENGTH_BYTES + len(first)] = first
         try:
-            self._work = dist.broadcast(self._message, src=0, group=self._group, async_op=True)  # collective
+            self._work = dist.broadcast(self._message, src=0, async_op=True)  # collective
         except RuntimeError as exc:
             raise peer_error(exc) from exc
 
@@ -111,12 +110,12 @@ class GlooChannel(StepChannel):
         if size == 0:
             return b""
         rest = torch.frombuffer(bytearray(self._rest or size), dtype=torch.uint8)
-        dist.broadcast(rest, src=0, group=self._group)  # collective
+        dist.broadcast(rest, src=0)  # collective
         return rest.numpy().tobytes()
 
 
 def make_channel(ranks: RankInfo) -> StepChannel:
-    """The channel over the default process group; none is needed for one rank."""
+    """The channel of these ranks; one alone needs no process group."""
     return SoloChannel() if ranks.world_size == 1 else GlooChannel(ranks.rank)
 
 

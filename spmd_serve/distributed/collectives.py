@@ -69,7 +69,7 @@ class Communicator:
 
     @property
     def choices(self) -> list[Choice]:
-        """Of the ways to sum tensors of GPUs, by size; empty where NCCL sums all of them."""
+        """Which way sums tensors of GPUs, by size; empty where NCCL sums all of them."""
         return [] if self._symmetric is None else self._symmetric.choices
 
     @property

@@ -84,7 +84,7 @@ def check_fingerprints(prints: Sequence[Mapping[str, str]], peers: Iterable[Peer
 
 
 def _sample(path: Path) -> str:
-    """Of a file too large to read whole: its size, and a hash over some blocks from begin to end."""
+    """A file that is too large to read whole, as its size and a hash over some blocks from begin to end."""
     size = path.stat().st_size
     digest = hashlib.sha256()
     with path.open("rb") as file:

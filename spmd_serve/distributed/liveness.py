@@ -127,7 +127,7 @@ class Liveness:
             time.sleep(TICK_S / 4)
 
     def forget_frontend(self) -> None:
-        """It is about to end: nobody is to be told or woken any more."""
+        """The frontend is about to end: nobody is to be told or woken any more."""
         self.on_failure = lambda reason: None
         self._wake = lambda: None
 
@@ -195,7 +195,7 @@ class Liveness:
         self._wake()
 
     def _leave_for_main_thread(self) -> None:
-        """It does not heed the stop: it is in a call that does not end, which may wait for another rank."""
+        """The main thread does not heed the stop: it is in a call that does not end, which may wait for another rank."""
         if self._leaving_together or self._control is not None or self.failure is not None:
             return
         logger.warning("stopped while starting; leaving by force")

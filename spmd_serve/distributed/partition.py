@@ -22,7 +22,6 @@ class Partition:
     """
 
     rank: int
-    world_size: int
     q_heads: range
     kv_heads: range
     ffn: range
@@ -64,7 +63,6 @@ def make_partition(
     units = split_evenly(-(-intermediate_size // ffn_unit), world_size)[rank]
     return Partition(
         rank=rank,
-        world_size=world_size,
         q_heads=q_heads,
         kv_heads=kv_heads,
         ffn=range(min(units.start * ffn_unit, intermediate_size), min(units.stop * ffn_unit, intermediate_size)),

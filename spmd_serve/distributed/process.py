@@ -16,9 +16,8 @@ from spmd_serve.errors import REFUSED
 def leave_process(code: int) -> NoReturn:
     """End this process, past library threads and the interpreter's own way out, which may hang or abort on them."""
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(
-            AttributeError, OSError, ValueError
-        ):  # None if closed at the start; its reader is gone
+        # None if closed at the start; its reader is gone.
+        with contextlib.suppress(AttributeError, OSError, ValueError):
             stream.flush()
     os._exit(_tell_launcher(code))
 

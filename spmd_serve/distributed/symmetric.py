@@ -99,7 +99,7 @@ class SymmetricAllReduce:
         return self._peers.best_index(values, indices)
 
     def _way(self, tensor: Tensor) -> str:
-        """By the tensor's type, shape and layout, which are the same on all ranks."""
+        """The way for a tensor, by its type, shape and layout, which are the same on all ranks."""
         if tensor.dtype == self._dtype and tensor.is_contiguous():
             best = next((c for c in self.choices if tensor.nbytes <= c.size), self.choices[-1]).best
             if self._fits(tensor, best):

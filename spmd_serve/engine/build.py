@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from spmd_serve.attention.base import make_backend
-from spmd_serve.config import Config
+from spmd_serve.config import Config, resolved
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import Partition, make_partition
 from spmd_serve.engine.grammar import Grammars
@@ -50,7 +50,7 @@ def pick_device(name: str, local_rank: int) -> torch.device:
 
 
 def pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Of the weights. auto is the checkpoint's 16-bit type where the device is fast with it, else float32."""
+    """The type of the weights. auto is the checkpoint's 16-bit type where the device is fast with it, else float32."""
     if name != "auto":
         return getattr(torch, name)  # type: ignore[no-any-return]
     dtype = torch.float16 if model.dtype == "float16" else torch.bfloat16
@@ -58,7 +58,7 @@ def pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dty
 
 
 def pick_kv_dtype(config: Config, model: ModelConfig, device: torch.device) -> torch.dtype:
-    """Of the KV pool's entries: as attention computes, so that nothing is converted, or FP8."""
+    """The type of the KV pool's entries: the one that attention computes in, so that nothing is converted, or FP8."""
     if config.cache.kv_dtype == "fp8":
         return FP8
     return activation_dtype(pick_dtype(config.model.dtype, model, device), device)
@@ -78,11 +78,15 @@ def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> 
         )
     dtype = str(pick_dtype(config.model.dtype, model, device)).removeprefix("torch.")
     attention = _pick_attention(config.engine.attention, model, gpu=gpu)
+    frontend = config.server.frontend
+    if frontend == "auto":
+        # Measured with 200 streams: with a GPU's quick steps the GIL of a thread costs 10% of them; where the CPU computes,
+        # a process more gains nothing.
+        frontend = "process" if gpu else "thread"
     replace = dataclasses.replace
     return replace(
         config,
         model=replace(config.model, max_model_len=max_len, dtype=dtype),
-        cache=replace(config.cache, page_size=config.cache.page_size or 16),
         scheduler=replace(
             config.scheduler, max_batch_tokens=config.scheduler.max_batch_tokens or (8192 if gpu else 512)
         ),
@@ -93,11 +97,7 @@ def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> 
             overlap=gpu if config.engine.overlap is None else config.engine.overlap,
             cuda_graphs=config.engine.cuda_graphs and attention == "flashinfer" and _can_capture(model, dtype, device),
         ),
-        # Measured with 200 streams: with a GPU's quick steps the GIL of a thread costs 10% of them; where the CPU computes,
-        # a process more gains nothing.
-        server=replace(config.server, frontend=("process" if gpu else "thread"))
-        if config.server.frontend == "auto"
-        else config.server,
+        server=replace(config.server, frontend=frontend),
     )
 
 
@@ -154,7 +154,6 @@ def build_decoder(
         ModelError: the weights do not fit the model.
     """
     options = config.model
-    assert options.max_model_len, "config is resolved"
     dtype = pick_dtype(options.dtype, model, device)
     fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
     partition = partition_of(model, comm, fp8)
@@ -166,7 +165,7 @@ def build_decoder(
         model = dataclasses.replace(model, tie_embeddings=False)
     context = DecoderContext(model, partition, comm, attention, dtype, device, fp8)
     with torch.inference_mode():
-        decoder = Decoder(context, options.max_model_len)
+        decoder = Decoder(context, resolved(options.max_model_len))
         report = load_weights(decoder.pieces(), source, progress=comm.rank == 0, ignore=is_unused(model))
         decoder.pack()
     logger.info("weights loaded: %s", report)
@@ -181,14 +180,13 @@ def build_runner(
     Raises:
         ModelError: the weights do not fit the model.
     """
-    options, cache, scheduler = config.model, config.cache, config.scheduler
-    assert options.max_model_len and cache.page_size and scheduler.max_batch_tokens, "config is resolved"
+    options, scheduler = config.model, config.scheduler
     decoder, context, _ = build_decoder(config, model, folder, comm, device)
     limits = RunnerLimits(
-        page_size=cache.page_size,
+        page_size=config.cache.page_size,
         max_num_seqs=scheduler.max_num_seqs,
-        max_model_len=options.max_model_len,
-        max_batch_tokens=scheduler.max_batch_tokens,
+        max_model_len=resolved(options.max_model_len),
+        max_batch_tokens=resolved(scheduler.max_batch_tokens),
     )
     grammars = Grammars(Path(options.tokenizer or folder), model.vocab_size, model.eos_token_ids)
     kv_dtype = pick_kv_dtype(config, model, device)
@@ -204,7 +202,6 @@ def count_pages(
         ConfigError: not one page fits.
     """
     cache = config.cache
-    assert cache.page_size is not None
     if cache.num_pages is not None:
         return cache.num_pages
     kv_heads = max(len(partition_of(model, comm).kv_heads), 1)

@@ -33,7 +33,7 @@ class RowExtras:
     def create(
         cls, row: NewRow, vocab: range, eos_token_ids: tuple[int, ...], device: torch.device, grammars: Grammars
     ) -> RowExtras:
-        """Of a row that begins: what is known of it, on this rank's rows `vocab` of the vocabulary."""
+        """The extras of a row that begins, for this rank's rows `vocab` of the vocabulary."""
         p = row.params
         tokens = row.tokens[: row.num_tokens].tolist()
         prompt, output = tokens[: row.num_prompt], tokens[row.num_prompt :]
@@ -49,10 +49,8 @@ class RowExtras:
             extras.grammar = grammars.start(p.grammar, output)
             extras.early_stops = (*p.stop_token_ids, *eos_token_ids, *extras.grammar.eos_token_ids)
         elif p.min_tokens:
-            stops = set(p.stop_token_ids) | (set() if p.ignore_eos else set(eos_token_ids))
-            extras.stop_ids = torch.tensor(
-                [t - vocab.start for t in sorted(stops) if t in vocab], dtype=torch.int64, device=device
-            )
+            stops = [t - vocab.start for t in sorted(p.stop_ids(frozenset(eos_token_ids))) if t in vocab]
+            extras.stop_ids = torch.tensor(stops, dtype=torch.int64, device=device)
         if p.prompt_logprobs is not None:
             extras.prompt = prompt
         return extras

@@ -42,7 +42,7 @@ def make_services(config: Config, info: ModelInfo, link: FrontLink, metrics: Met
     Raises:
         ModelError: tokenizer or chat template cannot be used.
     """
-    folder = Path(config.model.tokenizer or info.folder)
+    folder = Path(info.folder)
     tokenizer = TextTokenizer(folder, info.vocab_size)
     template = ChatTemplate(find_template(folder, config.model.chat_template), tokenizer)
     grammars = GrammarCompiler(tokenizer, info)

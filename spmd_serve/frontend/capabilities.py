@@ -1,6 +1,6 @@
 """`python -m spmd_serve.frontend.capabilities`: the table of request fields for the README, from the schemas.
 
-A test compares the README with what this prints, between the two markers.
+A test compares the README with what this prints.
 """
 
 from __future__ import annotations
@@ -9,9 +9,6 @@ from dataclasses import dataclass
 from typing import Any
 
 from spmd_serve.frontend.schemas import EXTENSION, Body, ChatBody, CompletionBody, Message
-
-BEGIN = "<!-- capabilities:begin -->"
-END = "<!-- capabilities:end -->"
 
 _ENDPOINTS: dict[str, type[Body]] = {"/v1/completions": CompletionBody, "/v1/chat/completions": ChatBody}
 
@@ -46,19 +43,6 @@ def capability_table() -> str:
         lines.append(f"| {label} | " + " | ".join("supported" if s else "refused" for s in row.support) + " |")
     messages = ", ".join(f"`{name}`" for name in Message.model_fields)
     return "\n".join([*lines, "", f"Messages have {messages}. Any other field is refused with 400 and its name."])
-
-
-def with_table(readme: str) -> str:
-    """`readme` with the table between its markers made anew.
-
-    Raises:
-        ValueError: it has no markers.
-    """
-    before, begin, rest = readme.partition(BEGIN)
-    _, end, after = rest.partition(END)
-    if not begin or not end:
-        raise ValueError(f"the README lacks the markers {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{capability_table()}\n\n{END}{after}"
 
 
 if __name__ == "__main__":

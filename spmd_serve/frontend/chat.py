@@ -131,7 +131,7 @@ class ChatTemplate:
             text = self._template.render(**variables, messages=messages, add_generation_prompt=add_generation_prompt)
         except jinja2.TemplateError as error:
             raise RequestError(f"the chat template refuses these messages: {error}", param="messages") from None
-        except (TypeError, ValueError, KeyError, AttributeError, RecursionError, ArithmeticError, LookupError) as error:
+        except (TypeError, ValueError, AttributeError, RecursionError, ArithmeticError, LookupError) as error:
             raise RequestError(
                 f"the chat template fails on these messages: {type(error).__name__}: {error}", param="messages"
             ) from None

@@ -40,7 +40,6 @@ _STATUS_OF_CODE = {
 # Codes of requests that the scheduler did not accept. They are no sequences that ended: another frontend's requests may fill
 # the queue, and a refusal must count the same whoever speaks it.
 _REFUSALS = ("context_length", "empty_prompt", "overloaded", "draining")
-_STARTING = "the model is still loading"
 
 
 class Dispatcher:
@@ -61,7 +60,7 @@ class Dispatcher:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweep: asyncio.TimerHandle | None = None
         self.state = ServiceState.STARTING
-        self.reason = _STARTING
+        self.reason = "the model is still loading"
 
     # ---- life
 
@@ -148,7 +147,7 @@ class Dispatcher:
                 if message.output is not None:
                     self._apply(message.output, now, dirty)
                 if message.state is not None:
-                    self._set_state(ServiceState(message.state), message.reason)
+                    self._set_state(message.state, message.reason)
         except Exception:
             # Outputs are lost, so no request could be trusted to end: say so instead of leaving clients to wait.
             logger.exception("the frontend failed on a step's output")
@@ -234,15 +233,7 @@ class Dispatcher:
         if state <= self.state:
             return
         self.state = state
-        self.reason = (
-            reason
-            or {
-                ServiceState.STARTING: _STARTING,
-                ServiceState.READY: "ready",
-                ServiceState.DRAINING: "the server is shutting down",
-                ServiceState.FAILED: "the server has failed",
-            }[state]
-        )
+        self.reason = reason or state.name.lower()
         if state == ServiceState.FAILED:
             self._end_all(self.reason)
 

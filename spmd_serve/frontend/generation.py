@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from spmd_serve.errors import RequestError
@@ -41,6 +41,7 @@ class PromptJson:
     echoed: dict[str, bytes]
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Choice:
     """One sequence on the frontend's side: ids go in, text comes out. Owned by the event loop.
 
@@ -51,60 +52,35 @@ class Choice:
         num_tokens: produced so far, which is what usage counts.
         finish: None while it runs.
         taken: whether the response has taken anything yet.
+        queued: whether it stands in generation.ready.
+        offset: characters of text before the next token's, for logprobs' text_offset.
     """
 
-    __slots__ = (
-        "cached_tokens",
-        "cumulative_logprob",
-        "finish",
-        "generation",
-        "index",
-        "last_token_time",
-        "logprobs",
-        "min_tokens",
-        "num_tokens",
-        "offset",
-        "offset_stream",
-        "prompt",
-        "prompt_logprobs",
-        "queued",
-        "search",
-        "step",
-        "stream",
-        "taken",
-        "text",
-        "uid",
-    )
+    generation: Generation
+    uid: int
+    index: int
+    prompt: Prompt
+    stream: Detokenizer
+    search: StopSearch | None
+    step: Callable[[int], str] = field(init=False)
+    min_tokens: int = field(init=False)
+    text: str = ""
+    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
+    num_tokens: int = 0
+    cached_tokens: int = 0
+    cumulative_logprob: float = 0.0
+    last_token_time: float = 0.0
+    finish: FinishReason | None = None
+    taken: bool = False
+    queued: bool = False
+    offset: int = field(init=False)
+    offset_stream: Detokenizer | None = None
 
-    def __init__(
-        self,
-        generation: Generation,
-        uid: int,
-        index: int,
-        prompt: Prompt,
-        stream: Detokenizer,
-        search: StopSearch | None,
-    ) -> None:
-        self.generation = generation
-        self.uid = uid
-        self.index = index
-        self.prompt = prompt
-        self.stream = stream
-        self.step = stream.step
-        self.search = search
-        self.min_tokens = generation.plan.params.min_tokens
-        self.text = ""
-        self.logprobs: list[tuple[int, TokenLogprobs]] = []
-        self.prompt_logprobs: dict[int, TokenLogprobs] = {}
-        self.num_tokens = 0
-        self.cached_tokens = 0
-        self.cumulative_logprob = 0.0
-        self.last_token_time = 0.0
-        self.finish: FinishReason | None = None
-        self.taken = False
-        self.queued = False  # stands in generation.ready
-        self.offset = len(prompt.echo_text)  # characters of text before the next token's, for logprobs' text_offset
-        self.offset_stream: Detokenizer | None = None
+    def __post_init__(self) -> None:
+        self.step = self.stream.step
+        self.min_tokens = self.generation.plan.params.min_tokens
+        self.offset = len(self.prompt.echo_text)
 
     @property
     def prompt_json(self) -> PromptJson | None:
@@ -191,24 +167,14 @@ class Generation:
         await self._waiter
         self._waiter = None
 
-    # ---- usage
-
-    def prompt_tokens(self) -> int:
-        """Each prompt counts once, however many choices it has."""
-        return sum(len(p.ids) for p in self.plan.prompts)
-
-    def cached_tokens(self) -> int:
-        return sum(self.choices[i].cached_tokens for i in range(0, len(self.choices), self.plan.best_of))
-
-    def completion_tokens(self) -> int:
-        return sum(c.num_tokens for c in self.choices)
-
     def usage(self) -> dict[str, object]:
-        """OpenAI's usage object, with what has been produced so far."""
-        prompt, completion = self.prompt_tokens(), self.completion_tokens()
+        """OpenAI's usage object, with what has been produced so far. A prompt counts once, however many choices it has."""
+        prompt = sum(len(p.ids) for p in self.plan.prompts)
+        completion = sum(c.num_tokens for c in self.choices)
+        cached = sum(c.cached_tokens for c in self.choices[:: self.plan.best_of])
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens()},
+            "prompt_tokens_details": {"cached_tokens": cached},
         }

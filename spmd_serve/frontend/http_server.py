@@ -12,11 +12,13 @@ from collections.abc import Callable
 from typing import Any
 
 import httptools
+import orjson
 import uvicorn
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from spmd_serve.config import Config
-from spmd_serve.errors import FrontendError
+from spmd_serve.errors import FrontendError, OverloadedError
+from spmd_serve.frontend.answers import error_body
 from spmd_serve.frontend.app import make_app, make_services
 from spmd_serve.frontend.link import FrontLink
 from spmd_serve.frontend.metrics import Metrics
@@ -32,10 +34,7 @@ KEEP_ALIVE_TIMEOUT = 30  # seconds that an idle connection is kept
 BEAT_INTERVAL = 0.5  # seconds between signs of life of the event loop
 LEFT_INTERVAL = 0.25  # seconds between looks whether a client has left whose connection is not read
 
-_FULL_BODY = (
-    b'{"error":{"message":"too many connections (--max-connections); try later","type":"overloaded_error",'
-    b'"param":null,"code":"overloaded"}}'
-)
+_FULL_BODY = orjson.dumps(error_body(OverloadedError("too many connections (--max-connections); try later")))
 _FULL = (
     b"HTTP/1.1 503 Service Unavailable\r\ncontent-type: application/json\r\nretry-after: 1\r\nconnection: close\r\n"
     b"content-length: %d\r\n\r\n" % len(_FULL_BODY)

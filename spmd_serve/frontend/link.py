@@ -19,7 +19,7 @@ import msgspec
 import zmq
 
 from spmd_serve.errors import FrontendError
-from spmd_serve.types import Abort, Finish, Request, ServiceState, StepOutput, TokenLogprobs
+from spmd_serve.types import Abort, Request, ServiceState, StepOutput
 
 UID_SHIFT = 40  # a uid is (frontend index << UID_SHIFT) + a counter
 OUTBOX_LIMIT = 10_000  # step outputs that may wait for one frontend; beyond it the frontend is taken for dead
@@ -44,7 +44,7 @@ class ToFrontend(msgspec.Struct, array_like=True):
     """One message to a frontend: what a step produced, or a new state of the service with its reason."""
 
     output: StepOutput | None = None
-    state: int | None = None
+    state: ServiceState | None = None
     reason: str = ""
 
 
@@ -79,9 +79,8 @@ class CoreLink:
         self._encoder = msgspec.msgpack.Encoder()
         self._hellos: set[int] = set()
         self._closed = False
-        self.explain: Callable[[], str | None] = lambda: (
-            None
-        )  # why a frontend does not take its output, if that is known
+        # Why a frontend does not take its output, if that is known.
+        self.explain: Callable[[], str | None] = lambda: None
 
     def await_frontends(self, timeout_s: float, check: Callable[[], None]) -> None:
         """Wait until every frontend is connected both ways. `check` is called meanwhile and raises if one has died.
@@ -142,17 +141,14 @@ class CoreLink:
 
     def publish(self, output: StepOutput) -> None:
         """Hand a step's output to the frontends that its rows belong to; statistics go to all of them."""
-        if len(self._outboxes) == 1:
-            self._send(0, ToFrontend(output=output))
-            return
-        for index, part in enumerate(split_output(output, len(self._outboxes))):
-            if part or part.stats is not None:
-                self._send(index, ToFrontend(output=part))
+        count = len(self._outboxes)
+        for index, part in enumerate(split_output(output, count) if count > 1 else [output]):
+            self._send(index, ToFrontend(output=part))
 
     def set_state(self, state: ServiceState, reason: str = "") -> None:
         """Tell every frontend what the service is doing; FAILED ends all open requests with an error."""
         for index in range(len(self._outboxes)):
-            self._send(index, ToFrontend(state=int(state), reason=reason))
+            self._send(index, ToFrontend(state=state, reason=reason))
 
     def close(self) -> None:
         """Close the sockets; what was published before still reaches the frontends. May be called twice."""
@@ -227,13 +223,10 @@ def split_output(output: StepOutput, parts: int) -> list[StepOutput]:
             part.logprobs[len(part.uids)] = output.logprobs[row]
         part.uids.append(uid)
         part.tokens.append(output.tokens[row])
-    started: tuple[int, int]
     for started in output.started:
         split[started[0] >> UID_SHIFT].started.append(started)
-    chunk: tuple[int, int, list[TokenLogprobs]]
     for chunk in output.prompt_logprobs:
         split[chunk[0] >> UID_SHIFT].prompt_logprobs.append(chunk)
-    finish: Finish
     for finish in output.finished:
         split[finish.uid >> UID_SHIFT].finished.append(finish)
     return split

@@ -42,8 +42,8 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
 
 
-def _extension(default: Any = None, **bounds: Any) -> Any:
-    return Field(default, json_schema_extra=EXTENSION, **bounds)
+def _extension(**bounds: Any) -> Any:
+    return Field(None, json_schema_extra=EXTENSION, **bounds)
 
 
 def wrong(message: str) -> PydanticCustomError:
@@ -52,6 +52,7 @@ def wrong(message: str) -> PydanticCustomError:
 
 
 # ---- values with a check of their own -----------------------------------------------------------------------------
+# They are never null: Body leaves nulls out.
 
 
 def _is_ids(value: Any) -> bool:
@@ -62,7 +63,7 @@ def _check_prompt(value: Any) -> Any:
     """Text, ids, or a list of one of them. One pass, because the list may hold a million ids."""
     if isinstance(value, str) or _is_ids(value):
         return value
-    if value == [] or value is None:
+    if value == []:
         raise wrong("there is no prompt in it; give text or token ids")
     if isinstance(value, list) and (all(isinstance(p, str) for p in value) or all(_is_ids(p) for p in value)):
         return value
@@ -113,14 +114,14 @@ Prompt = Annotated[
 _STOP_SCHEMA = {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH}
 Stop = Annotated[
     Any,
-    BeforeValidator(lambda value: None if value is None else _check_stop(value)),
+    BeforeValidator(_check_stop),
     WithJsonSchema(
         {"anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOPS}, {"type": "null"}]}
     ),
 ]
 LogitBias = Annotated[
     Any,
-    BeforeValidator(lambda value: None if value is None else _check_bias(value)),
+    BeforeValidator(_check_bias),
     WithJsonSchema(
         {
             "anyOf": [
@@ -156,7 +157,7 @@ class Body(BaseModel):
 
 
 def _is_harmless(name: str, value: Any) -> bool:
-    """By type too, because in Python 0 is False."""
+    """Types are compared too, because in Python 0 == False."""
     return any(type(value) is type(harmless) and value == harmless for harmless in HARMLESS.get(name, ()))
 
 
@@ -270,7 +271,7 @@ class ToolCall(Body):
 
 def _check_content(value: Any) -> Any:
     """Text, or a list of text parts, which are joined by line breaks."""
-    if value is None or isinstance(value, str):
+    if isinstance(value, str):
         return value
     if not isinstance(value, list):
         raise wrong("must be text or a list of text parts")

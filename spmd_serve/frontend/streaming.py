@@ -30,9 +30,9 @@ class EventStream:
         self._head = b"data: " + orjson.dumps(identity)[:-1] + b',"choices":['
         inner = b'"delta":{"content":' if plan.chat else b'"text":'
         self._prefixes = [self._head + b'{"index":%d,' % c.index + inner for c in generation.choices]
-        self._close_text = b'},"logprobs":' if plan.chat else b',"logprobs":'
+        close_text = b'},"logprobs":' if plan.chat else b',"logprobs":'
         self._tail = b',"usage":null}\n\n' if plan.include_usage else b"}\n\n"
-        self._plain_end = self._close_text + b'null,"finish_reason":null}]' + self._tail
+        self._plain_end = close_text + b'null,"finish_reason":null}]' + self._tail
         self._shows_prompt = plan.params.prompt_logprobs is not None
         self._plain = plan.logprobs is None and plan.prompt_logprobs is None and not plan.continuous_usage
 

@@ -1,4 +1,4 @@
-"""Vocabulary-parallel embedding and LM head."""
+"""Vocabulary-parallel embedding."""
 
 from __future__ import annotations
 

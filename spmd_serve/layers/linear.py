@@ -1,7 +1,7 @@
 """Linear layers over a rank's shard of the weights.
 
 A column-parallel layer owns some output rows of the weight; a row-parallel layer owns some input columns and returns
-partial sums that the caller all-reduces. Fused layers (QKV, gate+up) are one matrix; `pieces` tells the loader which
+partial sums that the caller all-reduces. Fused layers (QKV, gate+up) are one matrix; models/blocks.py tells the loader which
 slice of which checkpoint tensor goes where.
 """
 

@@ -5,7 +5,7 @@ A block returns this rank's partial sum; the layer sums over ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -202,34 +202,15 @@ class Attention:
 
     def pieces(self) -> Iterator[WeightPiece]:
         model, part, d = self._ctx.model, self._ctx.partition, self._head_dim
-        q_rows = _scaled(part.q_heads, d)
-        kv_rows = _scaled(part.kv_heads, d)
+        q_rows, kv_rows = _scaled(part.q_heads, d), _scaled(part.kv_heads, d)
         q_all, kv_all, hidden = model.num_q_heads * d, model.num_kv_heads * d, model.hidden_size
-        names = ("q_proj", "k_proj", "v_proj")
-        totals = (q_all, kv_all, kv_all)
-        start, offset = 0, 0
-        for name, rows, total in zip(names, (q_rows, kv_rows, kv_rows), totals, strict=True):
-            target = self.qkv.weight[start : start + len(rows)]
-            bias = None if self.qkv.bias is None else self.qkv.bias[start : start + len(rows)]
-            if model.fused_qkv_weights:
-                source, index, full = "qkv_proj", slice(offset + rows.start, offset + rows.stop), sum(totals)
-            else:
-                source, index, full = name, slice(rows.start, rows.stop), total
-            yield WeightPiece(target, f"{self._prefix}.{source}.weight", (index,), (full, hidden))
-            if bias is not None:
-                yield WeightPiece(bias, f"{self._prefix}.{source}.bias", (index,), (full,))
-            start += len(rows)
-            offset += total
-        columns = slice(q_rows.start, q_rows.stop)
-        yield WeightPiece(self.o.weight, f"{self._prefix}.o_proj.weight", (slice(None), columns), (hidden, q_all))
-        if model.o_bias:
-            target = self.o.bias if self.o.bias is not None else torch.empty(0)
-            yield WeightPiece(target, f"{self._prefix}.o_proj.bias", (slice(None),), (hidden,))
+        parts = (("q_proj", q_rows, q_all), ("k_proj", kv_rows, kv_all), ("v_proj", kv_rows, kv_all))
+        fused = "qkv_proj" if model.fused_weights else None
+        yield from _column_parallel_pieces(self.qkv, self._prefix, parts, fused, hidden)
+        yield from _row_parallel_pieces(self.o, f"{self._prefix}.o_proj", q_rows, (hidden, q_all), bias=model.o_bias)
         for norm, name in ((self.q_norm, "q_norm"), (self.k_norm, "k_norm")):
             if norm is not None:
-                yield WeightPiece(
-                    norm.weight, f"{self._prefix}.{name}.weight", (slice(None),), tuple(norm.weight.shape)
-                )
+                yield WeightPiece.whole(norm.weight, f"{self._prefix}.{name}.weight")
         if self.heads_norm is not None:
             for weight, name, rows, total in (
                 (self.heads_norm.q_weight, "q_norm", q_rows, q_all),
@@ -272,22 +253,12 @@ class MLP:
 
     def pieces(self) -> Iterator[WeightPiece]:
         model, columns = self._ctx.model, self._ctx.partition.ffn
-        n, total, hidden = len(columns), model.intermediate_size, model.hidden_size
-        for i, name in enumerate(("gate_proj", "up_proj")):
-            rows = slice(i * n, (i + 1) * n)
-            if model.fused_qkv_weights:
-                source, full = "gate_up_proj", 2 * total
-                index = slice(i * total + columns.start, i * total + columns.stop)
-            else:
-                source, full, index = name, total, slice(columns.start, columns.stop)
-            yield WeightPiece(self.gate_up.weight[rows], f"{self._prefix}.{source}.weight", (index,), (full, hidden))
-            if self.gate_up.bias is not None:
-                yield WeightPiece(self.gate_up.bias[rows], f"{self._prefix}.{source}.bias", (index,), (full,))
-        index = slice(columns.start, columns.stop)
-        yield WeightPiece(self.down.weight, f"{self._prefix}.down_proj.weight", (slice(None), index), (hidden, total))
-        if model.mlp_bias:
-            target = self.down.bias if self.down.bias is not None else torch.empty(0)
-            yield WeightPiece(target, f"{self._prefix}.down_proj.bias", (slice(None),), (hidden,))
+        total, hidden = model.intermediate_size, model.hidden_size
+        parts = (("gate_proj", columns, total), ("up_proj", columns, total))
+        fused = "gate_up_proj" if model.fused_weights else None
+        yield from _column_parallel_pieces(self.gate_up, self._prefix, parts, fused, hidden)
+        down = f"{self._prefix}.down_proj"
+        yield from _row_parallel_pieces(self.down, down, columns, (hidden, total), bias=model.mlp_bias)
 
 
 class MoE:
@@ -334,3 +305,35 @@ class MoE:
 def _scaled(units: range, size: int) -> range:
     """Heads -> rows."""
     return range(units.start * size, units.stop * size)
+
+
+def _column_parallel_pieces(
+    linear: Linear, prefix: str, parts: Sequence[tuple[str, range, int]], fused: str | None, in_features: int
+) -> Iterator[WeightPiece]:
+    """The weights of a layer that holds several of the checkpoint's, one below the other.
+
+    Args:
+        parts: the name of each, the rows that this rank owns, and how many there are.
+        fused: the name of all together, where the checkpoint has them so.
+    """
+    start = offset = 0
+    everything = sum(total for _, _, total in parts)
+    for name, owned, total in parts:
+        source, first, rows = (name, 0, total) if fused is None else (fused, offset, everything)
+        target, index = slice(start, start + len(owned)), slice(first + owned.start, first + owned.stop)
+        yield WeightPiece(linear.weight[target], f"{prefix}.{source}.weight", (index,), (rows, in_features))
+        if linear.bias is not None:
+            yield WeightPiece(linear.bias[target], f"{prefix}.{source}.bias", (index,), (rows,))
+        start += len(owned)
+        offset += total
+
+
+def _row_parallel_pieces(
+    linear: Linear, source: str, columns: range, shape: tuple[int, int], *, bias: bool
+) -> Iterator[WeightPiece]:
+    """The weights of a layer that owns `columns` of the checkpoint's. bias: the checkpoint has one, which rank 0 adds."""
+    index = (slice(None), slice(columns.start, columns.stop))
+    yield WeightPiece(linear.weight, f"{source}.weight", index, shape)
+    if bias:
+        target = torch.empty(0) if linear.bias is None else linear.bias
+        yield WeightPiece(target, f"{source}.bias", (), shape[:1])

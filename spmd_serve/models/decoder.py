@@ -111,9 +111,7 @@ class DecoderLayer:
             (self.mlp_post, "post_feedforward_layernorm"),
         ):
             if norm is not None:
-                yield WeightPiece(
-                    norm.weight, f"{self._prefix}.{name}.weight", (slice(None),), tuple(norm.weight.shape)
-                )
+                yield WeightPiece.whole(norm.weight, f"{self._prefix}.{name}.weight")
 
 
 class Decoder:
@@ -135,7 +133,7 @@ class Decoder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
+        """The type of the weights."""
         return self._ctx.dtype
 
     def __call__(
@@ -209,7 +207,7 @@ class Decoder:
         yield WeightPiece(self.embedding.weight, "model.embed_tokens.weight", (rows,), shape)
         for layer in self.layers:
             yield from layer.pieces()
-        yield WeightPiece(self.norm.weight, "model.norm.weight", (slice(None),), (model.hidden_size,))
+        yield WeightPiece.whole(self.norm.weight, "model.norm.weight")
         if not model.tie_embeddings:
             yield WeightPiece(self.lm_head.weight, "lm_head.weight", (rows,), shape)
 

@@ -20,17 +20,8 @@ from spmd_serve.models.sources import Index, TensorSource
 
 _SCALES = ("_scale", "_scale_inv")  # appended to the weight's name
 # Activations are scaled as they come.
-_OF_ACTIVATIONS = (
-    "input_scale",
-    "input_scale_ub",
-    "activation_scale",
-    "output_scale",
-    "q_scale",
-    "k_scale",
-    "v_scale",
-    "kv_scale",
-)
-_NOT_USED = tuple(f".{name}" for name in _OF_ACTIVATIONS)
+_OF_ACTIVATIONS = "input_scale input_scale_ub activation_scale output_scale q_scale k_scale v_scale kv_scale"
+_NOT_USED = tuple(f".{name}" for name in _OF_ACTIVATIONS.split())
 
 
 @dataclass(frozen=True)

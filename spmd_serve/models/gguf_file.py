@@ -67,16 +67,7 @@ class GgufFile:
             self.meta: dict[str, Any] = {name: field.contents() for name, field in readers[0].fields.items()}
             self.tensors: dict[str, Any] = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
             name = str(self.meta["general.architecture"])
-        except (
-            ValueError,
-            KeyError,
-            IndexError,
-            OSError,
-            OverflowError,
-            MemoryError,
-            TypeError,
-            struct.error,
-        ) as error:
+        except (ValueError, LookupError, OSError, OverflowError, MemoryError, TypeError, struct.error) as error:
             raise WeightsError(f"{path} is damaged or no GGUF file ({one_line(error)}); fetch it again") from error
         if name not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)

@@ -90,7 +90,7 @@ def token_id(meta: Mapping[str, Any], kind: str) -> int | None:
 
 
 def token_string(meta: Mapping[str, Any], kind: str) -> str | None:
-    """Its text."""
+    """The text of such a token."""
     index = token_id(meta, kind)
     return None if index is None else str(meta["tokenizer.ggml.tokens"][index])
 

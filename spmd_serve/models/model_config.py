@@ -58,8 +58,7 @@ class ModelConfig:
     final_softcap: float | None = None
     moe: MoEConfig | None = None
     eos_token_ids: tuple[int, ...] = ()
-    bos_token_id: int | None = None
     dtype: str = "bfloat16"  # of the checkpoint
     quantization: dict[str, Any] | None = None  # quantization_config as in config.json
-    fused_qkv_weights: bool = False  # checkpoint has qkv_proj / gate_up_proj (Phi-3)
+    fused_weights: bool = False  # checkpoint has qkv_proj / gate_up_proj (Phi-3)
     generation_defaults: dict[str, Any] = field(default_factory=dict)  # from generation_config.json

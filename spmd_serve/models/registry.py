@@ -122,7 +122,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "GemmaForCausalLM": _GEMMA,
     "Gemma2ForCausalLM": _GEMMA_2 | {"window": _windowed_by_pattern(2)},
     "Gemma3ForCausalLM": _GEMMA_2 | {"window": _windowed_by_pattern(6), "qk_norm": "head"},
-    "Phi3ForCausalLM": {"fused_qkv_weights": True, "window": _all_windowed},
+    "Phi3ForCausalLM": {"fused_weights": True, "window": _all_windowed},
     "SmolLM3ForCausalLM": {
         "qkv_bias": _attention_bias,
         "o_bias": _attention_bias,
@@ -215,7 +215,7 @@ def _architecture(whole: Raw, folder: Path) -> str:
 
 def _text_config(whole: dict[str, Any]) -> dict[str, Any]:
     """The text model's values; what the multimodal model says of its head and of special tokens comes first."""
-    outer = {key: whole[key] for key in ("tie_word_embeddings", "bos_token_id", "eos_token_id") if key in whole}
+    outer = {key: whole[key] for key in ("tie_word_embeddings", "eos_token_id") if key in whole}
     return whole | (whole.get("text_config") or {}) | outer
 
 
@@ -251,7 +251,6 @@ def _model_config(architecture: str, raw: Raw, generation: Raw, tokenizer: Raw) 
         "tie_embeddings": raw.get("tie_word_embeddings", False),
         # -1 is some files' way to say none.
         "eos_token_ids": tuple(i for i in dict.fromkeys(eos) if 0 <= i < raw["vocab_size"]),
-        "bos_token_id": next(iter(_token_ids(generation.get("bos_token_id"), raw.get("bos_token_id"))), None),
         "dtype": str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16").removeprefix("torch."),
         "quantization": quantization,
         "generation_defaults": _generation_defaults(generation, raw["vocab_size"]),

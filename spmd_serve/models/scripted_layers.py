@@ -64,20 +64,11 @@ class ScriptedLayers:
         turns = [(None, None) if rope is None else step.ropes[rope] for rope in self._ropes]
         # The arguments of the function `attention`, each a list over the layers or the same for all.
         attention = (
-            *(self._attention_norms, self._eps, *self._qkv, self._q_heads),
-            *([cos for cos, _ in turns], [sin for _, sin in turns], self._q_scales, self._k_scales),
-            *(
-                step.kv_locations,
-                k_caches,
-                v_caches,
-                pages.pages,
-                pages.first,
-                pages.length,
-                masks,
-                self._specs[0].scale,
-            ),
+            self._attention_norms, self._eps, *self._qkv, self._q_heads,
+            [cos for cos, _ in turns], [sin for _, sin in turns], self._q_scales, self._k_scales,
+            step.kv_locations, k_caches, v_caches, pages.pages, pages.first, pages.length, masks, self._specs[0].scale,
             *self._o,
-        )
+        )  # fmt: skip
         mlp = (self._mlp_norms, self._eps, *self._gate_up, self._activation, *self._down)
         if self._comm.world_size == 1:
             self._functions.layers(stream, *attention, *mlp)

@@ -25,23 +25,18 @@ class TensorSource(Protocol):
     @property
     def bytes_read(self) -> int:
         """Bytes of all slices read so far, as stored."""
-        ...
 
     def names(self) -> list[str]:
         """All tensor names, sorted: Hugging Face's, of the text model alone, experts named as in Qwen3-MoE."""
-        ...
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
-        ...
 
     def read(self, name: str, index: Index) -> Tensor:
         """The slice `index` (one slice per dimension, with concrete start and stop), in the checkpoint's dtype."""
-        ...
 
     def read_fp8(self, name: str, index: Index, block: int | None) -> tuple[Tensor, Tensor] | None:
         """Values and scales of a slice of a matrix as in Fp8Weight, or None if they are not stored in that way."""
-        ...
 
 
 class SafetensorsSource:

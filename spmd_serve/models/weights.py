@@ -39,6 +39,11 @@ class WeightPiece:
     index: Index
     full_shape: tuple[int, ...]
 
+    @classmethod
+    def whole(cls, target: Tensor, source: str) -> WeightPiece:
+        """All of a checkpoint tensor, which has the target's shape."""
+        return cls(target, source, (), tuple(target.shape))
+
 
 @dataclass(frozen=True)
 class LoadReport:

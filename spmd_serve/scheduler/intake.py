@@ -66,9 +66,6 @@ class Intake:
         deadline = request.deadline
         if deadline is None and options.request_timeout is not None:
             deadline = now + options.request_timeout
-        stop_ids = frozenset(params.stop_token_ids)
-        if not params.ignore_eos:
-            stop_ids = self._eos | stop_ids if stop_ids else self._eos
         # The last token's KV is never needed, hence one token more than the pool holds.
         longest = min(self._max_model_len, self._capacity + 1)
         return Sequence(
@@ -76,7 +73,7 @@ class Intake:
             order=order,
             deadline=deadline,
             limit=min(len(request.prompt) // _TOKEN_BYTES + params.max_tokens, longest),
-            stop_ids=stop_ids,
+            stop_ids=params.stop_ids(self._eos),
             # Logprobs of the prompt need its logits: nothing is reused, and the same request has the same values twice.
             use_cache=self._prefix_cache and params.prompt_logprobs is None,
             synchronous=self._overlap and params.grammar is not None,

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from spmd_serve.scheduler.sequence import Sequence, SequenceStatus
-from spmd_serve.types import Finish, PrefillChunk, StepOutput, TokenLogprobs
+from spmd_serve.types import PrefillChunk, StepOutput, TokenLogprobs
 
 
 class Outbox:
-    """Fills the columns of the next StepOutput. Only the scheduler mutates it; it appends tokens to the columns itself."""
+    """Fills the columns of the next StepOutput. Only the scheduler mutates it; it appends tokens and terminal outputs itself."""
 
     def __init__(self) -> None:
         self.output = StepOutput(0)
@@ -49,7 +49,3 @@ class Outbox:
             end = first + len(logprobs)
             self.output.prompt_logprobs.append((sequence.uid, end - len(fresh), fresh))
             sequence.logprobs_end = end
-
-    def end(self, finish: Finish) -> None:
-        """A terminal output."""
-        self.output.finished.append(finish)

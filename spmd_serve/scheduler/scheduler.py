@@ -8,10 +8,11 @@ from __future__ import annotations
 
 from bisect import bisect_left, insort
 from collections import deque
-from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
-from spmd_serve.config import SchedulerOptions
+from spmd_serve.config import SchedulerOptions, resolved
+from spmd_serve.scheduler.decoding import Decoding
 from spmd_serve.scheduler.digest import RollingDigest
 from spmd_serve.scheduler.intake import Intake
 from spmd_serve.scheduler.outbox import Outbox
@@ -37,8 +38,7 @@ from spmd_serve.types import (
 _DECODE, _FINISHED = SequenceStatus.DECODE, SequenceStatus.FINISHED
 
 
-@dataclass(slots=True)
-class _Flight:
+class _Flight(NamedTuple):
     """A step that was planned and not committed: the sequences behind the batch's rows."""
 
     batch: ScheduledBatch
@@ -53,11 +53,10 @@ class Scheduler:
     may come before the `commit` of the last one (at most two steps are planned and not committed then).
 
     Args:
-        options: limits and policy.
+        options: limits and policy, resolved.
         page_size: tokens per page.
         num_pages: pages of the pool, the same on all ranks.
         prefix_cache: whether pages are kept and found again by their contents.
-        max_batch_tokens: most tokens computed in a step.
         max_model_len: context length in tokens.
         eos_token_ids: ids that end a sequence unless it ignores them.
         overlap: whether steps overlap as said above.
@@ -71,14 +70,13 @@ class Scheduler:
         page_size: int,
         num_pages: int,
         prefix_cache: bool,
-        max_batch_tokens: int,
         max_model_len: int,
         eos_token_ids: tuple[int, ...],
         overlap: bool,
         digest: str = "every-step",
     ) -> None:
         self._prefill_share = options.prefill_share
-        self._max_batch_tokens = max_batch_tokens
+        self._max_batch_tokens = resolved(options.max_batch_tokens)
         self._overlap = overlap
         self._tables = PageTables(page_size, num_pages)
         self._intake = Intake(
@@ -90,7 +88,7 @@ class Scheduler:
             overlap=overlap,
         )
         # Never more rows than tokens in a step: each decode is in every step and each prefill can go on.
-        self._free_slots = list(range(min(options.max_num_seqs, max_batch_tokens)))  # sorted
+        self._free_slots = list(range(min(options.max_num_seqs, self._max_batch_tokens)))  # sorted
         self._step = 0
         self._phase = ServicePhase.RUN
         self._live: dict[int, Sequence] = {}  # uid -> every sequence that has not ended, by arrival
@@ -98,12 +96,7 @@ class Scheduler:
         self._waiting = WaitingQueue()
         self._running: list[Sequence] = []  # sorted by Sequence.order
         self._prefilling: list[Sequence] = []  # those of them whose prompts are not planned to the end
-        # Decoding sequences and their slots, the longest first (`_update_decoding`). The lists are replaced, never changed:
-        # steps in flight keep them, and the engine sees by identity that nothing has changed.
-        self._decoding: list[Sequence] = []
-        self._decode_slots: list[int] = []
-        self._joining: list[Sequence] = []  # decode from the next step on
-        self._decoding_changed = False
+        self._decoding = Decoding()
         self._flights: deque[_Flight] = deque()
         self._digest = RollingDigest(digest)
         self._outbox = Outbox()
@@ -221,16 +214,17 @@ class Scheduler:
 
     def _plan_decodes(self) -> tuple[list[Sequence], list[int]]:
         """Plan one token for every decoding sequence that can go on, oldest first where pages are short."""
-        self._update_decoding()
+        decoding = self._decoding
+        decoding.update()
         special: list[Sequence] = []
-        for sequence in self._decoding:
+        for sequence in decoding.sequences:
             planned = sequence.planned
             if planned < sequence.bound:
                 sequence.planned = planned + 1
             else:
                 special.append(sequence)
         if not special:
-            return self._decoding, self._decode_slots
+            return decoding.sequences, decoding.slots
         held: set[int] = set()
         special.sort(key=attrgetter("order"))
         for sequence in special:
@@ -238,33 +232,24 @@ class Scheduler:
                 continue  # an older one took its pages
             if sequence.planned >= sequence.limit - 1:
                 sequence.status = SequenceStatus.LAST
-                self._decoding_changed = True
+                decoding.leave()
             elif sequence.synchronous and sequence.planned >= len(sequence.tokens):
                 held.add(sequence.uid)
-            elif self._has_page(sequence):
+            elif self._ensure_page(sequence):
                 sequence.planned += 1
                 self._set_bound(sequence)
-        self._update_decoding()
+        decoding.update()
         if not held:
-            return self._decoding, self._decode_slots
-        rows = [s for s in self._decoding if s.uid not in held]
+            return decoding.sequences, decoding.slots
+        rows = [s for s in decoding.sequences if s.uid not in held]
         return rows, [s.slot for s in rows]
-
-    def _update_decoding(self) -> None:
-        """Take in who has joined and left. The longest come first: attention's programs start in this order."""
-        if self._decoding_changed:
-            self._decoding = [s for s in (*self._decoding, *self._joining) if s.status is _DECODE]
-            self._decoding.sort(key=attrgetter("planned"), reverse=True)  # it stays so while all of them go on together
-            self._decode_slots = [s.slot for s in self._decoding]
-            self._joining = []
-            self._decoding_changed = False
 
     def _set_bound(self, sequence: Sequence) -> None:
         pages_end = len(sequence.pages) * self._tables.page_size
         sequence.bound = 0 if sequence.synchronous else min(pages_end, sequence.limit - 1)
 
-    def _has_page(self, sequence: Sequence) -> bool:
-        """Make sure that the sequence's next position has a page. The newest sequences give way, possibly itself (False)."""
+    def _ensure_page(self, sequence: Sequence) -> bool:
+        """Give the sequence's next position a page if it has none. The newest sequences give way, possibly itself (False)."""
         if sequence.planned < len(sequence.pages) * self._tables.page_size:
             return True
         while not self._tables.pool.num_available:
@@ -310,8 +295,7 @@ class Scheduler:
             samples = end < sequence.limit  # it is not with max_tokens 0
             sequence.status = _DECODE if samples else SequenceStatus.LAST
             if samples:
-                self._joining.append(sequence)
-                self._decoding_changed = True
+                self._decoding.join(sequence)
                 self._set_bound(sequence)
         return PrefillChunk(sequence.slot, start, sequence.tokens[start:end], samples)
 
@@ -344,7 +328,9 @@ class Scheduler:
             uids.append(sequence.uid)
             tokens.append(token)
             if grammar_ends and sequence.uid in grammar_ends:  # whatever min_tokens and ignore_eos say
-                self._finish_grammar(sequence, grammar_ends[sequence.uid])
+                problem = grammar_ends[sequence.uid]
+                reason = FinishReason.ERROR if problem else FinishReason.STOP
+                self._finish(sequence, reason, problem, "grammar" if problem else "")
             elif token in sequence.stop_ids and len(known) > sequence.min_length:
                 self._finish(sequence, FinishReason.STOP)
             elif len(known) >= sequence.limit:
@@ -382,14 +368,8 @@ class Scheduler:
             assert pool.num_used == 0, f"idle, but {pool.num_used} of {pool.num_pages} pages are in use"
             assert not self._running and not self._waiting
 
-    def _finish_grammar(self, sequence: Sequence, problem: str) -> None:
-        if problem:
-            self._finish(sequence, FinishReason.ERROR, problem, "grammar")
-        else:
-            self._finish(sequence, FinishReason.STOP)
-
     def _end(self, finish: Finish) -> None:
-        self._outbox.end(finish)
+        self._outbox.output.finished.append(finish)
         self._digest.fold_end(finish.uid, finish.reason)
 
     def _preempt(self, sequence: Sequence) -> None:
@@ -405,7 +385,7 @@ class Scheduler:
         if sequence.status is SequenceStatus.PREFILL:
             del self._prefilling[bisect_left(self._prefilling, sequence)]
         elif sequence.status is _DECODE:
-            self._decoding_changed = True
+            self._decoding.leave()
         self._tables.close(sequence)
         insort(self._free_slots, sequence.slot)
         sequence.slot = -1
@@ -425,8 +405,7 @@ class Scheduler:
         assert sorted(s.order for s in self._live.values()) == sorted(s.order for s in (*running, *waiting))
         assert all(s.status is SequenceStatus.WAITING and s.slot < 0 and not s.pages for s in waiting)
         assert self._prefilling == [s for s in running if s.status is SequenceStatus.PREFILL]
-        decoding = [s.order for s in (*self._decoding, *self._joining) if s.status is _DECODE]
-        assert sorted(decoding) == [s.order for s in running if s.status is _DECODE]
+        assert sorted(self._decoding.members()) == [s for s in running if s.status is _DECODE]
         slots = sorted([s.slot for s in running] + self._free_slots)
         assert slots == list(range(len(slots))), "a row is lost or owned twice"
         for s in running:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from array import array
+from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
-from spmd_serve.types import Request
+from spmd_serve.types import Request, SamplingParams
 
 
 class SequenceStatus(Enum):
@@ -17,17 +19,18 @@ class SequenceStatus(Enum):
     FINISHED = 5
 
 
+@dataclass(slots=True, eq=False, repr=False)
 class Sequence:
     """A request, its tokens, and its hold on a row and pages. Only the scheduler mutates it.
 
     Attributes:
         order: (priority, arrival number); lower runs first and is preempted last.
-        size_order: (priority, prompt length, arrival number); lower passes others in the queue.
-        tokens: prompt and all committed output, int32.
         limit: most tokens that `tokens` may reach.
         stop_ids: token ids that end it, once more than `min_length` tokens are there.
         use_cache: whether it takes pages from the prefix cache and leaves its own there.
         synchronous: its next step must wait for the commit of the last one (a grammar advances on the CPU).
+        tokens: prompt and all committed output, int32.
+        size_order: (priority, prompt length, arrival number); lower passes others in the queue.
         slot, pages: its row and page table while it runs.
         planned: leading positions whose KV is computed or on its way.
         bound: decoding goes on without a thought while planned < bound.
@@ -40,71 +43,41 @@ class Sequence:
         logprobs_end: prompt positions below this have had their logprobs put out.
     """
 
-    __slots__ = (
-        "blocked_at",
-        "bound",
-        "cached_tokens",
-        "committed_chunk",
-        "deadline",
-        "limit",
-        "logprobs_end",
-        "min_length",
-        "num_prompt",
-        "num_shared",
-        "order",
-        "pages",
-        "params",
-        "planned",
-        "prefill_end",
-        "salt",
-        "size_order",
-        "slot",
-        "started",
-        "status",
-        "stop_ids",
-        "synchronous",
-        "tokens",
-        "uid",
-        "use_cache",
-    )
+    request: InitVar[Request]
+    order: tuple[int, int]
+    deadline: float | None
+    limit: int
+    stop_ids: frozenset[int]
+    use_cache: bool
+    synchronous: bool
+    uid: int = field(init=False)
+    params: SamplingParams = field(init=False)
+    salt: bytes = field(init=False)
+    tokens: array[int] = field(init=False)
+    num_prompt: int = field(init=False)
+    size_order: tuple[int, int, int] = field(init=False)
+    min_length: int = field(init=False)
+    status: SequenceStatus = SequenceStatus.WAITING
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    planned: int = 0
+    bound: int = 0
+    prefill_end: int = 0
+    committed_chunk: int = 0
+    num_shared: int = 0
+    blocked_at: tuple[int, int] = (-1, -1)
+    cached_tokens: int | None = None
+    started: bool = False
+    logprobs_end: int = 0
 
-    def __init__(
-        self,
-        request: Request,
-        *,
-        order: tuple[int, int],
-        deadline: float | None,
-        limit: int,
-        stop_ids: frozenset[int],
-        use_cache: bool,
-        synchronous: bool,
-    ) -> None:
-        params = request.params
+    def __post_init__(self, request: Request) -> None:
         self.uid = request.uid
-        self.params = params
-        self.order = order
-        self.deadline = deadline
+        self.params = request.params
         self.salt = request.cache_salt.encode()
         self.tokens = request.prompt_ids()
         self.num_prompt = len(self.tokens)
-        self.size_order = (order[0], self.num_prompt, order[1])
-        self.limit = limit
-        self.stop_ids = stop_ids
-        self.min_length = self.num_prompt + params.min_tokens
-        self.use_cache = use_cache
-        self.synchronous = synchronous
-        self.status = SequenceStatus.WAITING
-        self.slot = -1
-        self.pages: list[int] = []
-        self.planned = 0
-        self.bound = 0
-        self.prefill_end = 0
-        self.committed_chunk = 0
-        self.num_shared = 0
-        self.blocked_at = (-1, -1)
-        self.cached_tokens: int | None = None
-        self.started = False
-        self.logprobs_end = 0
+        self.size_order = (self.order[0], self.num_prompt, self.order[1])
+        self.min_length = self.num_prompt + self.params.min_tokens
 
     def __lt__(self, other: Sequence) -> bool:
         """Order of service: for bisect in the scheduler's sorted lists."""

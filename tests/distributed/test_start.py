@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, write_tokenizer
 from torchrun_job import Job
 
-from spmd_serve.__main__ import _rank0_options, _rank0_say_ready, default_name
+from spmd_serve.__main__ import _Over, _rank0_options, _rank0_say_ready, default_name
 from spmd_serve.config import Config
 
 StartJob = Callable[..., Job]
@@ -39,19 +39,19 @@ def test_a_wrong_option_is_one_line_of_a_torchrun_job(start_job: StartJob) -> No
 def test_an_address_file_in_no_folder_is_told_before_anything_is_loaded(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    config, over = _rank0_options(["--port", "0", "--address-file", str(tmp_path / "none" / "address")])
-    assert config is None and over is not None and over.exit_code == 2
+    over = _rank0_options(["--port", "0", "--address-file", str(tmp_path / "none" / "address")])
+    assert isinstance(over, _Over) and over.exit_code == 2
     assert capsys.readouterr().err == f"spmd_serve: error: --address-file: there is no folder {tmp_path / 'none'}\n"
-    _, over = _rank0_options(["--port", "0", "--address-file", str(tmp_path)])
-    assert over is not None and over.exit_code == 2
+    over = _rank0_options(["--port", "0", "--address-file", str(tmp_path)])
+    assert isinstance(over, _Over) and over.exit_code == 2
     assert f"{tmp_path} cannot be written" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("key", ["", " secret", "secret\n"])
 def test_a_key_that_guards_nothing_or_fits_nobody(key: str, capsys: pytest.CaptureFixture[str]) -> None:
     """An empty one, as of a variable that is not set, would let in all who send none."""
-    _, over = _rank0_options(["--port", "0", "--host", "0.0.0.0", "--api-key", key])
-    assert over is not None and over.exit_code == 2
+    over = _rank0_options(["--port", "0", "--host", "0.0.0.0", "--api-key", key])
+    assert isinstance(over, _Over) and over.exit_code == 2
     assert "--api-key is empty, or begins or ends with" in capsys.readouterr().err
 
 

@@ -11,7 +11,7 @@ import pytest
 from support.fake_service import start_fake
 
 from spmd_serve.bench import serve
-from spmd_serve.bench.stats import Timings, quantile
+from spmd_serve.bench.stats import Timings, percentiles_ms, quantile
 
 
 def test_dummy_engine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -39,6 +39,7 @@ def test_failures_are_told(capsys: pytest.CaptureFixture[str]) -> None:
 def test_figures() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert quantile([1.0], 0.99) == 1.0
+    assert percentiles_ms("gap", []) == {"gap_p50_ms": None, "gap_p99_ms": None}  # one token has no gaps
     total = Timings(first=[1.0], failures=1, failure="a")
     total.add(Timings(first=[2.0], failure="b", output_tokens=3))
     assert (total.first, total.failures, total.failure, total.output_tokens) == ([1.0, 2.0], 1, "a", 3)
@@ -67,8 +68,7 @@ def test_a_server_that_refuses_to_start_is_one_line(ranks: int, options: str, sa
 
 
 def test_a_server_that_ends_without_a_refusal(capfd: pytest.CaptureFixture[str]) -> None:
-    options = serve.make_parser().parse_args(["--server-args=--help"])
-    with pytest.raises(SystemExit) as ended, serve.started_server(options):
+    with pytest.raises(SystemExit) as ended, serve.started_server(None, 1, "--help"):
         pass
     assert ended.value.code == "spmd_serve.bench: error: the server ended with code 0; see its messages above"
     assert "usage:" in capfd.readouterr().err

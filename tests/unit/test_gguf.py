@@ -118,7 +118,7 @@ def test_names_permutation_and_config(tmp_path: Path) -> None:
     assert model.norm_eps == pytest.approx(1e-6)
     assert model.vocab_size == len(byte_level_vocabulary()[0])
     # The chat template ends turns with a token that the file does not call EOS.
-    assert (model.eos_token_ids, model.bos_token_id) == ((2, 4), 1)
+    assert model.eos_token_ids == (2, 4)
 
 
 @pytest.mark.parametrize(

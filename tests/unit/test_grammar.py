@@ -343,11 +343,10 @@ def test_only_a_complete_grammar_overrides_min_tokens_and_ignore_eos(params: dic
 @pytest.mark.parametrize("overlap", [False, True])
 def test_the_scheduler_ends_a_sequence_with_its_grammar(problem: str, overlap: bool) -> None:
     scheduler = Scheduler(
-        SchedulerOptions(),
+        SchedulerOptions(max_batch_tokens=16),
         page_size=4,
         num_pages=32,
         prefix_cache=True,
-        max_batch_tokens=16,
         max_model_len=64,
         eos_token_ids=(EOS,),
         overlap=overlap,

@@ -49,9 +49,9 @@ def test_table_speaks_of_fields_that_exist() -> None:
 
 
 def test_llama(tmp_path: Path) -> None:
-    model = load(tmp_path, dtype="float16", bos_token_id=1, eos_token_id=[2, 3])
+    model = load(tmp_path, dtype="float16", eos_token_id=[2, 3])
     assert (model.head_dim, model.num_q_heads, model.num_kv_heads, model.num_layers) == (8, 8, 2, 8)
-    assert (model.dtype, model.bos_token_id, model.eos_token_ids) == ("float16", 1, (2, 3))
+    assert (model.dtype, model.eos_token_ids) == ("float16", (2, 3))
     assert (model.ropes[0].kind, model.ropes[0].theta, model.max_position) == ("default", 500.0, 4096)
     assert not model.tie_embeddings
     assert all(layer.window is None and layer.rope == 0 and not layer.moe for layer in model.layers)
@@ -209,7 +209,7 @@ def test_files_mean_what_they_mean_to_transformers(tmp_path: Path, architecture:
     for length in (16, 100):
         tables = [[rope_table(rope, m.head_dim, length, torch.device("cpu")) for rope in m.ropes] for m in read]
         torch.testing.assert_close(tables[0], tables[1])
-    special = {"ropes": (), "bos_token_id": None, "eos_token_ids": ()}  # files say these
+    special = {"ropes": (), "eos_token_ids": ()}  # files say these
     assert replace(ours, **special) == replace(theirs, **special)
 
 

@@ -150,7 +150,7 @@ def test_abort_on_the_step_of_the_last_token(overlap: bool) -> None:
 def test_unknown_abort_is_ignored() -> None:
     loop = ToyLoop()
     output = loop.step(aborts=[Abort(77)])
-    assert not output and not loop.scheduler.has_work
+    assert not output.uids and not output.finished and not loop.scheduler.has_work
 
 
 def test_abort_in_the_step_of_arrival() -> None:

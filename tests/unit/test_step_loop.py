@@ -161,11 +161,10 @@ class Ranks:
     @staticmethod
     def _scheduler(overlap: bool) -> Scheduler:
         return Scheduler(
-            SchedulerOptions(max_num_seqs=4),
+            SchedulerOptions(max_num_seqs=4, max_batch_tokens=16),
             page_size=4,
             num_pages=64,
             prefix_cache=True,
-            max_batch_tokens=16,
             max_model_len=128,
             eos_token_ids=(2,),
             overlap=overlap,

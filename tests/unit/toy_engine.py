@@ -146,11 +146,10 @@ class ToyLoop:
     ) -> None:
         self.max_length = min(max_model_len, page_size * num_pages + 1)
         self.scheduler = Scheduler(
-            SchedulerOptions(max_num_seqs=max_num_seqs, **options),  # type: ignore[arg-type]
+            SchedulerOptions(max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, **options),  # type: ignore[arg-type]
             page_size=page_size,
             num_pages=num_pages,
             prefix_cache=prefix_cache,
-            max_batch_tokens=max_batch_tokens,
             max_model_len=max_model_len,
             eos_token_ids=(EOS,),
             overlap=overlap,
