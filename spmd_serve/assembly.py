@@ -74,6 +74,7 @@ def make_scheduler(config: Config, model: ModelConfig, num_pages: int) -> Schedu
         num_pages=num_pages,
         prefix_cache=cache.prefix_cache,
         max_model_len=resolved(config.model.max_model_len),
+        short_context=model.short_context(resolved(config.model.max_model_len)),
         eos_token_ids=model.eos_token_ids,
         overlap=resolved(config.engine.overlap),
         digest=config.control.digest,

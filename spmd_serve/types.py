@@ -200,6 +200,7 @@ class NewRow:
         num_tokens: how many of `tokens` are known now.
         num_prompt: how many of them are prompt.
         num_cached: leading tokens whose KV is already in the row's pages (prefix hit).
+        rope_offset: where its first position stands in the rotary tables.
     """
 
     slot: int
@@ -209,6 +210,7 @@ class NewRow:
     num_tokens: int
     num_prompt: int
     num_cached: int
+    rope_offset: int = 0
 
 
 @dataclass(frozen=True, slots=True)

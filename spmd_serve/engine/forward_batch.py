@@ -18,7 +18,7 @@ class ForwardBatch:
     """One step. Rows are packed: the decodes first, then the chunks in order.
 
     Attributes:
-        tokens, positions, kv_locations: int64 [tokens].
+        tokens, positions, kv_locations: int64 [tokens]; positions as rows of the rotary tables.
         kept: int64 [sampled], the packed rows from whose hidden state a token is drawn; None means all, in order. If no
             token is drawn, one row nevertheless, so that no kernel meets an empty tensor.
         sample_slots: int64 [sampled].
@@ -83,7 +83,7 @@ def build_forward_batch(batch: ScheduledBatch, rows: RowTable, page_size: int) -
     pages_of_tokens = rows.page_table[slots, all_positions // page_size].long()
     return ForwardBatch(
         tokens=all_tokens,
-        positions=all_positions,
+        positions=all_positions + rows.rope_offset[slots],
         kv_locations=pages_of_tokens * page_size + all_positions % page_size,
         attention=AttentionBatch(
             page_table=rows.page_table,

@@ -259,7 +259,9 @@ class ModelRunner:
         """Logits of one token per row, from the rows' state alone, and the rows' lengths with it. slots: int64 [n]."""
         assert self._kv is not None
         rows = self._rows
-        tokens, positions, lengths = decode_inputs(slots, rows.last_token, rows.length, rows.padding_slot)
+        tokens, positions, lengths = decode_inputs(
+            slots, rows.last_token, rows.length, rows.rope_offset, rows.padding_slot
+        )
         self._attention.plan(AttentionBatch(rows.page_table, self._limits.page_size, slots, lengths, []))
         assert self._attention.fuses_decode, "the attention kernel finds the cache locations itself"
         hidden = self._decoder(tokens, positions, positions, len(slots), self._kv.layers)

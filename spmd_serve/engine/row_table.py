@@ -23,6 +23,7 @@ class RowTable:
     Device tensors, all [max_rows + 1, ...]:
         last_token int64: the token that the row's next decode step consumes.
         length int64: tokens of the row whose K and V are computed (or will be, by the steps launched so far).
+        rope_offset int64: where the row's first position stands in the rotary tables.
         page_table int32 [., max_pages].
         seed int64; filters, which hold the temperature.
     Host side: `lengths` and `pages` mirror what was launched. drawn int64 [_DRAWN_DEPTH, max_rows + 1] in pinned memory: the
@@ -36,6 +37,7 @@ class RowTable:
         self.device = device
         self.last_token = torch.zeros(rows, dtype=torch.int64, device=device)
         self.length = torch.zeros(rows, dtype=torch.int64, device=device)
+        self.rope_offset = torch.zeros(rows, dtype=torch.int64, device=device)
         self.page_table = torch.zeros(rows, max_pages, dtype=torch.int32, device=device)
         self.filters = Filters(
             temperature=torch.zeros(rows, dtype=torch.float32, device=device),
@@ -55,11 +57,14 @@ class RowTable:
         for row in new_rows:
             self.lengths[row.slot] = row.num_cached
             self.pages[row.slot] = []
-        asked = [(row.slot, row.num_cached, row.params) for row in new_rows]
-        ints = np.array([[slot, cached, p.seed, min(p.top_k, 2**31 - 1)] for slot, cached, p in asked], dtype=np.int64)
-        floats = np.array([[p.temperature, p.top_p, p.min_p] for _, _, p in asked], dtype=np.float32)
-        slots, lengths, seeds, top_k = upload(ints.T, self.device).unbind()
+        ints = np.array(
+            [[r.slot, r.num_cached, r.rope_offset, r.params.seed, min(r.params.top_k, 2**31 - 1)] for r in new_rows],
+            dtype=np.int64,
+        )
+        floats = np.array([[p.temperature, p.top_p, p.min_p] for p in (r.params for r in new_rows)], dtype=np.float32)
+        slots, lengths, offsets, seeds, top_k = upload(ints.T, self.device).unbind()
         self.length.index_copy_(0, slots, lengths)
+        self.rope_offset.index_copy_(0, slots, offsets)
         self.seed.index_copy_(0, slots, seeds)
         self.filters.top_k.index_copy_(0, slots, top_k.int())
         tables = self.filters.temperature, self.filters.top_p, self.filters.min_p

@@ -34,6 +34,7 @@ class DecodeWorkspace:
 class Rotation:
     """What turns a QKV projection into queries and keys; see `rope_and_cache`."""
 
+    positions: Tensor
     rope_table: Tensor | None
     q_scale: Tensor | None = None
     k_scale: Tensor | None = None
@@ -70,7 +71,7 @@ def decode_attention(
         workspace: needed on a GPU.
         out: [rows, q_heads, head_dim], contiguous: where the result goes; made if there is none.
 
-    On a GPU, page_table, slots and lengths must not be written by the kernel launched just before.
+    On a GPU, page_table, slots, lengths and the rotation's positions must not be written by the kernel launched just before.
 
     Returns:
         [rows, q_heads, head_dim].
@@ -105,7 +106,7 @@ def decode_attention_torch(
         page = page_table[slots, position.clamp(min=0) // page_size].long()
         location = torch.where(lengths > 0, page * page_size + position % page_size, -1)
         q = rope_and_cache_torch(
-            q, position.clamp(min=0), location, k_cache, v_cache, rotation.rope_table, rotation.q_scale,
+            q, rotation.positions, location, k_cache, v_cache, rotation.rope_table, rotation.q_scale,
             rotation.k_scale, rotation.eps,
         )  # fmt: skip
     out = torch.zeros_like(q)

@@ -12,23 +12,24 @@ from torch.nn import functional as F
 
 
 def decode_inputs(
-    slots: Tensor, last_token: Tensor, length: Tensor, padding_slot: int
+    slots: Tensor, last_token: Tensor, length: Tensor, rope_offset: Tensor, padding_slot: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gather a decode step's inputs.
 
     Args:
         slots: int64 [n].
-        last_token, length: int64 [rows].
+        last_token, length, rope_offset: int64 [rows].
 
     Returns:
-        tokens int64 [n]; positions int64 [n]; lengths int64 [n], the new token included, 0 for padding.
+        tokens int64 [n]; positions int64 [n], rows of the rotary tables: length + rope_offset; lengths int64 [n], the new token
+        included, 0 for padding.
     """
     if slots.is_cuda:
         from spmd_serve.kernels.gpu import rows as gpu
 
-        return gpu.decode_inputs(slots, last_token, length, padding_slot)
-    positions = length[slots]
-    return last_token[slots], positions, torch.where(slots == padding_slot, 0, positions + 1)
+        return gpu.decode_inputs(slots, last_token, length, rope_offset, padding_slot)
+    before = length[slots]
+    return last_token[slots], before + rope_offset[slots], torch.where(slots == padding_slot, 0, before + 1)
 
 
 def lookup(table: Tensor, index: Tensor, first: int, *, whole: bool) -> Tensor:

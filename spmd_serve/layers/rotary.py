@@ -20,16 +20,29 @@ class RopeConfig:
     params: dict[str, Any] = field(default_factory=dict)  # the scaling dict as in config.json
     original_max_position: int | None = None
 
+    def short_context(self, max_len: int) -> int:
+        """Up to how many tokens a sequence has frequencies of its own; 0: one set serves all, up to `max_len` tokens."""
+        original = self.original_max_position
+        if self.kind not in ("dynamic", "longrope") or original is None or max_len <= original:
+            return 0
+        same = self.kind == "longrope" and self.params["short_factor"] == self.params["long_factor"]
+        return 0 if same else original
 
-def rope_table(rope: RopeConfig, head_dim: int, max_len: int, device: torch.device) -> Tensor:
-    """cos and sin of every position. float32 [max_len, 2, rotary_dim / 2], attention scaling included.
+
+def rope_table(rope: RopeConfig, head_dim: int, max_len: int, short_context: int, device: torch.device) -> Tensor:
+    """cos and sin of every position, attention scaling included. float32 [short_context + max_len, 2, rotary_dim / 2].
+
+    First the positions of sequences of up to `short_context` tokens, then those of longer ones.
 
     The frequency scalings follow transformers' modeling_rope_utils.
     """
     dim = rope.rotary_dim or head_dim
-    inv_freq, scaling = _frequencies(rope, dim, max_len)
-    angles = torch.arange(max_len, dtype=torch.float64)[:, None] * inv_freq.double()[None, :]
-    return torch.stack((angles.cos(), angles.sin()), dim=1).mul_(scaling).to(device=device, dtype=torch.float32)
+    parts = []
+    for length in filter(None, (short_context, max_len)):
+        inv_freq, scaling = _frequencies(rope, dim, length)
+        angles = torch.arange(length, dtype=torch.float64)[:, None] * inv_freq.double()[None, :]
+        parts.append(torch.stack((angles.cos(), angles.sin()), dim=1).mul_(scaling))
+    return torch.cat(parts).to(device=device, dtype=torch.float32)
 
 
 def check_rope(rope: RopeConfig, head_dim: int) -> None:

@@ -76,7 +76,7 @@ class StepTensors:
     """What the layers need to know of a step besides the attention plan.
 
     Attributes:
-        positions: int64 [tokens].
+        positions: int64 [tokens], rows of the rotary tables.
         kv_locations: int64 [tokens], where each token's K and V go: page * page_size + offset; -1 (GPU) is nowhere.
         ropes: (cos, signed sin) per ModelConfig.ropes entry, for `rotate` (CPU).
         num_decodes: the first rows, which are decoding sequences' one token each.
@@ -150,7 +150,8 @@ class Attention:
         if not attention.fuses_decode:
             cache = self._cache_gpu if qkv.is_cuda else self._cache
             return attention.attend(cache(qkv, step, k_cache, v_cache), k_cache, v_cache, self.spec)
-        decodes, rotation = step.num_decodes, self._rotation()
+        decodes = step.num_decodes
+        rotation = self._rotation(step.positions[:decodes])
         if decodes == qkv.shape[0]:
             return attention.decode(qkv, rotation, k_cache, v_cache, self.spec)
         out = qkv.new_empty(qkv.shape[0], self._q_heads, self._head_dim)
@@ -175,10 +176,10 @@ class Attention:
 
     def _cache_gpu(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
         """`_cache` in one kernel."""
-        rotation = self._rotation()
+        rotation = self._rotation(step.positions)
         return rope_and_cache(
             qkv,
-            step.positions,
+            rotation.positions,
             step.kv_locations,
             k_cache,
             v_cache,
@@ -188,8 +189,9 @@ class Attention:
             eps=rotation.eps,
         )
 
-    def _rotation(self) -> Rotation:
+    def _rotation(self, positions: Tensor) -> Rotation:
         return Rotation(
+            positions,
             rope_table=self._rope_table,
             q_scale=None if self.q_norm is None else self.q_norm.scale,
             k_scale=None if self.k_norm is None else self.k_norm.scale,

@@ -121,7 +121,8 @@ class Decoder:
         model, part = ctx.model, ctx.partition
         self._ctx = ctx
         self.embedding = Embedding(part.vocab, model.hidden_size, dtype=ctx.dtype, device=ctx.device, comm=ctx.comm)
-        self._rope_tables = [rope_table(rope, model.head_dim, max_len, ctx.device) for rope in model.ropes]
+        short = model.short_context(max_len)
+        self._rope_tables = [rope_table(rope, model.head_dim, max_len, short, ctx.device) for rope in model.ropes]
         # Rounded to the compute type, as the models were trained.
         self._embed_scale = float(torch.tensor(model.embed_scale, dtype=ctx.dtype))
         self.layers = [DecoderLayer(ctx, i, self._rope_tables) for i in range(model.num_layers)]
@@ -146,6 +147,8 @@ class Decoder:
         kept: Tensor | None = None,
     ) -> Tensor:
         """tokens, positions, kv_locations: int64 [tokens] -> hidden states after the last norm, [tokens, hidden].
+
+        positions: rows of the rotary tables. For sequences with more tokens than the model's short context: position + short context.
 
         kept: int64 [kept], at least one: only these rows are returned, [kept, hidden]. Behind the last layer's attention
         nothing else needs the others.

@@ -62,3 +62,10 @@ class ModelConfig:
     quantization: dict[str, Any] | None = None  # quantization_config as in config.json
     fused_weights: bool = False  # checkpoint has qkv_proj / gate_up_proj (Phi-3)
     generation_defaults: dict[str, Any] = field(default_factory=dict)  # from generation_config.json
+
+    def short_context(self, max_len: int) -> int:
+        """Up to how many tokens a sequence has rotary frequencies of its own (longrope, dynamic); 0: all have the same.
+
+        A sequence that grows beyond it is computed anew.
+        """
+        return max(rope.short_context(max_len) for rope in self.ropes)

@@ -16,6 +16,7 @@ class Intake:
         options: policy and default deadline.
         capacity: tokens that the KV pool holds.
         max_model_len: context length in tokens.
+        short_context: see ModelConfig.short_context.
         eos_token_ids: ids that end a sequence unless it ignores them.
         prefix_cache, overlap: as the Scheduler has them.
     """
@@ -26,6 +27,7 @@ class Intake:
         *,
         capacity: int,
         max_model_len: int,
+        short_context: int,
         eos_token_ids: tuple[int, ...],
         prefix_cache: bool,
         overlap: bool,
@@ -33,6 +35,7 @@ class Intake:
         self._options = options
         self._capacity = capacity
         self._max_model_len = max_model_len
+        self._short_context = short_context
         self._eos = frozenset(eos_token_ids)
         self._prefix_cache = prefix_cache
         self._overlap = overlap
@@ -68,11 +71,13 @@ class Intake:
             deadline = now + options.request_timeout
         # The last token's KV is never needed, hence one token more than the pool holds.
         longest = min(self._max_model_len, self._capacity + 1)
+        limit = min(len(request.prompt) // _TOKEN_BYTES + params.max_tokens, longest)
         return Sequence(
             request,
             order=order,
             deadline=deadline,
-            limit=min(len(request.prompt) // _TOKEN_BYTES + params.max_tokens, longest),
+            limit=limit,
+            switch_at=self._short_context or limit,
             stop_ids=params.stop_ids(self._eos),
             # Logprobs of the prompt need its logits: nothing is reused, and the same request has the same values twice.
             use_cache=self._prefix_cache and params.prompt_logprobs is None,

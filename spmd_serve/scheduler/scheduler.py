@@ -58,6 +58,7 @@ class Scheduler:
         num_pages: pages of the pool, the same on all ranks.
         prefix_cache: whether pages are kept and found again by their contents.
         max_model_len: context length in tokens.
+        short_context: see ModelConfig.short_context.
         eos_token_ids: ids that end a sequence unless it ignores them.
         overlap: whether steps overlap as said above.
         digest: "every-step", "sampled" or "off".
@@ -74,15 +75,18 @@ class Scheduler:
         eos_token_ids: tuple[int, ...],
         overlap: bool,
         digest: str = "every-step",
+        short_context: int = 0,
     ) -> None:
         self._prefill_share = options.prefill_share
         self._max_batch_tokens = resolved(options.max_batch_tokens)
         self._overlap = overlap
+        self._short_context = short_context
         self._tables = PageTables(page_size, num_pages)
         self._intake = Intake(
             options,
             capacity=self._tables.capacity,
             max_model_len=max_model_len,
+            short_context=short_context,
             eos_token_ids=eos_token_ids,
             prefix_cache=prefix_cache,
             overlap=overlap,
@@ -235,6 +239,8 @@ class Scheduler:
                 decoding.leave()
             elif sequence.synchronous and sequence.planned >= len(sequence.tokens):
                 held.add(sequence.uid)
+            elif sequence.planned >= sequence.switch_at:
+                self._preempt(sequence)
             elif self._ensure_page(sequence):
                 sequence.planned += 1
                 self._set_bound(sequence)
@@ -246,7 +252,7 @@ class Scheduler:
 
     def _set_bound(self, sequence: Sequence) -> None:
         pages_end = len(sequence.pages) * self._tables.page_size
-        sequence.bound = 0 if sequence.synchronous else min(pages_end, sequence.limit - 1)
+        sequence.bound = 0 if sequence.synchronous else min(pages_end, sequence.limit - 1, sequence.switch_at)
 
     def _ensure_page(self, sequence: Sequence) -> bool:
         """Give the sequence's next position a page if it has none. The newest sequences give way, possibly itself (False)."""
@@ -262,6 +268,8 @@ class Scheduler:
 
     def _admit(self, sequence: Sequence, new_rows: list[NewRow]) -> bool:
         """Give a waiting sequence a row and the pages of all its known tokens; False if it must go on waiting."""
+        if len(sequence.tokens) > sequence.switch_at:
+            sequence.become_long(self._short_context)
         # Every running sequence may grow by a page before the newcomer has to give way again.
         if not self._free_slots or not self._tables.open(sequence, self._free_slots[0], headroom=len(self._running)):
             return False
@@ -283,6 +291,7 @@ class Scheduler:
                 sequence.prefill_end,
                 sequence.num_prompt,
                 sequence.planned,
+                sequence.rope_offset,
             )
         )
         return True

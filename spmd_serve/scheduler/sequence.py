@@ -26,6 +26,7 @@ class Sequence:
     Attributes:
         order: (priority, arrival number); lower runs first and is preempted last.
         limit: most tokens that `tokens` may reach.
+        switch_at: with more tokens than this it needs other rotary frequencies, and is computed anew.
         stop_ids: token ids that end it, once more than `min_length` tokens are there.
         use_cache: whether it takes pages from the prefix cache and leaves its own there.
         synchronous: its next step must wait for the commit of the last one (a grammar advances on the CPU).
@@ -41,12 +42,14 @@ class Sequence:
         cached_tokens: prompt tokens that its first prefill found in the cache; None before that.
         started: whether its first token was put out.
         logprobs_end: prompt positions below this have had their logprobs put out.
+        rope_offset: where its first position stands in the rotary tables.
     """
 
     request: InitVar[Request]
     order: tuple[int, int]
     deadline: float | None
     limit: int
+    switch_at: int
     stop_ids: frozenset[int]
     use_cache: bool
     synchronous: bool
@@ -69,6 +72,7 @@ class Sequence:
     cached_tokens: int | None = None
     started: bool = False
     logprobs_end: int = 0
+    rope_offset: int = 0
 
     def __post_init__(self, request: Request) -> None:
         self.uid = request.uid
@@ -78,6 +82,12 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.size_order = (self.order[0], self.num_prompt, self.order[1])
         self.min_length = self.num_prompt + self.params.min_tokens
+
+    def become_long(self, short_context: int) -> None:
+        """Take the rotary frequencies of sequences with more than `short_context` tokens. Before it gets a row: K and V differ."""
+        self.switch_at = self.limit
+        self.rope_offset = short_context
+        self.salt = b"\xff" + self.salt  # no text's UTF-8 begins so
 
     def __lt__(self, other: Sequence) -> bool:
         """Order of service: for bisect in the scheduler's sorted lists."""

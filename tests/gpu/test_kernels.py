@@ -274,7 +274,8 @@ def test_decode_attention(fused: bool, q_heads: int, kv_heads: int, head_dim: in
         q = rand(rows, q_heads, head_dim)
         if fused:
             angles = torch.randn(2000, head_dim // 2, device=DEVICE)
-            rotation = Rotation(torch.stack((angles.cos(), angles.sin()), dim=1), rand(head_dim), rand(head_dim))
+            table_rows = torch.stack((angles.cos(), angles.sin()), dim=1)
+            rotation = Rotation((lengths - 1).clamp(min=0), table_rows, rand(head_dim), rand(head_dim))
             q = rand(rows, (q_heads + 2 * kv_heads) * head_dim)
         workspace = DecodeWorkspace(rows, q_heads, kv_heads, head_dim, DEVICE)
         scale = head_dim**-0.5

@@ -232,7 +232,8 @@ class Shard:
             )
         )
         locations = pages_of_tokens * PAGE + where % PAGE
-        hidden = self.decoder(torch.cat(tokens), where, locations, len(decodes), self.kv.layers, kept)
+        rope_rows = where + self.model.short_context(MAX_LEN)  # the sequences are longer than that
+        hidden = self.decoder(torch.cat(tokens), rope_rows, locations, len(decodes), self.kv.layers, kept)
         return self._whole_vocabulary(self.decoder.logits(hidden).float())
 
     def _whole_vocabulary(self, logits: Tensor) -> Tensor:

@@ -114,15 +114,16 @@ def test_decode_attention_from_the_projection_is_its_parts_in_turn() -> None:
     q_heads, kv_heads, head_dim, page_size = 4, 2, 8, 4
     qkv = torch.randn(2, (q_heads + 2 * kv_heads) * head_dim)
     angles = torch.randn(16, head_dim // 2)
-    rotation = Rotation(torch.stack((angles.cos(), angles.sin()), dim=1), torch.randn(head_dim), torch.randn(head_dim))
     caches = [torch.randn(8, page_size, kv_heads, head_dim) for _ in range(2)]
     copies = [c.clone() for c in caches]
     table = torch.tensor([[3, 5, 1], [7, 2, 6]], dtype=torch.int32)
     slots, lengths = torch.tensor([1, 0]), torch.tensor([10, 5])
+    table_rows = torch.stack((angles.cos(), angles.sin()), dim=1)
+    rotation = Rotation(lengths + 3, table_rows, torch.randn(head_dim), torch.randn(head_dim))
     got = decode_attention(qkv, *caches, table, slots, lengths, scale=0.3, rotation=rotation)
     locations = torch.tensor([6 * page_size + 1, 5 * page_size])
     q = rope_and_cache(
-        qkv, lengths - 1, locations, *copies, rope_table=rotation.rope_table, q_scale=rotation.q_scale,
+        qkv, rotation.positions, locations, *copies, rope_table=rotation.rope_table, q_scale=rotation.q_scale,
         k_scale=rotation.k_scale, eps=rotation.eps,
     )  # fmt: skip
     torch.testing.assert_close(got, decode_attention(q, *copies, table, slots, lengths, scale=0.3))

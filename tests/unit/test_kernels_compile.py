@@ -130,7 +130,7 @@ def test_linear_layers(out_features: int, size: int) -> None:
 @TOKENS
 def test_rows_and_rotation(tokens: int) -> None:
     slots, table = torch.arange(tokens), torch.zeros(64, dtype=torch.int64)
-    lengths = rows.decode_inputs(slots, table, table, 63)[2]
+    lengths = rows.decode_inputs(slots, table, table, table, 63)[2]
     rows.advance_rows_(slots, slots, lengths, table, table, table.view(4, 16))
     rows.lookup(zeros(1000, 1024), slots, 0)
     caches = [zeros(8, 16, 8, 128) for _ in range(2)]
@@ -175,7 +175,7 @@ def test_decode_attention(count: int, q_heads: int, kv_heads: int, head_dim: int
     workspace = DecodeWorkspace(count, q_heads, kv_heads, head_dim, torch.device("cpu"))
     slots, pages = torch.arange(count), torch.zeros(count, 64, dtype=torch.int32)
     scale = zeros(head_dim)
-    rotation = Rotation(torch.zeros(1024, 2, head_dim // 2), scale, scale, 1e-6)
+    rotation = Rotation(slots, torch.zeros(1024, 2, head_dim // 2), scale, scale, 1e-6)
     qkv = zeros(count, (q_heads + 2 * kv_heads) * head_dim)
     decode_attention.decode_attention(qkv, *caches, pages, slots, slots, 0.1, None, None, rotation, workspace)
     q = zeros(count, q_heads, head_dim)

@@ -132,12 +132,13 @@ def test_lookup(first: int, width: int, rng: torch.Generator) -> None:
 def test_rows_advance_and_leave_their_tokens_for_the_host() -> None:
     """Two steps of the same rows in another order, and padding: the second overwrites nothing of the first."""
     last_token, length = torch.tensor([10, 11, 12, 13, 0]), torch.tensor([5, 8, 3, 7, 0])
+    rope_offset = torch.tensor([100, 0, 0, 200, 0])
     drawn = torch.full((4, 5), -1)
     for step, slots in enumerate((torch.tensor([2, 0, 4]), torch.tensor([0, 2, 4]))):
         expected = [tensor.clone() for tensor in (last_token, length, drawn)]
-        tokens, positions, lengths = rows.decode_inputs(slots, last_token, length, 4)
+        tokens, positions, lengths = rows.decode_inputs(slots, last_token, length, rope_offset, 4)
         assert tokens.tolist() == last_token[slots].tolist()
-        assert positions.tolist() == length[slots].tolist()
+        assert positions.tolist() == (length + rope_offset)[slots].tolist()
         assert lengths.tolist() == [int(length[i]) + 1 for i in slots[:2]] + [0]
         new = 100 * (step + 1) + slots
         reference.advance_rows_(slots, new, lengths, *expected)
@@ -196,7 +197,10 @@ def test_decode_attention(
     if fused:
         angles = torch.randn(200, head_dim // 4, generator=rng)
         scales = [torch.randn(head_dim, generator=rng) for _ in range(2)]
-        rotation = Rotation(torch.stack((angles.cos(), angles.sin()), dim=1), *scales, 1e-6)
+        positions = (lengths - 1).clamp(min=0) + 60 * (
+            slots % 2
+        )  # rows of the table, of which each row may have others
+        rotation = Rotation(positions, torch.stack((angles.cos(), angles.sin()), dim=1), *scales, 1e-6)
         q = torch.randn(rows, (q_heads + 2 * kv_heads) * head_dim, generator=rng)
     workspace = DecodeWorkspace(rows, q_heads, kv_heads, head_dim, torch.device("cpu"))
     slices, block = (2, 16) if splits == 2 else (1, 32)
@@ -276,7 +280,7 @@ def test_decode_attention_over_fp8(fused: bool, rng: torch.Generator) -> None:
     caches = [torch.randn(16, page_size, kv_heads, head_dim, generator=rng).to(FP8) for _ in range(2)]
     copies = [c.clone() for c in caches]
     angles = torch.randn(40, head_dim // 2, generator=rng)
-    rotation = Rotation(torch.stack((angles.cos(), angles.sin()), dim=1)) if fused else None
+    rotation = Rotation(lengths - 1, torch.stack((angles.cos(), angles.sin()), dim=1)) if fused else None
     heads = q_heads + 2 * kv_heads if fused else q_heads
     q = torch.randn(2, heads * head_dim, generator=rng)
     q = q if fused else q.view(2, q_heads, head_dim)

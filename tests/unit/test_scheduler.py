@@ -307,3 +307,20 @@ def test_going_back_in_steps_is_refused() -> None:
     loop.step_number = 0
     with pytest.raises(AssertionError, match="came after"):
         loop.step()
+
+
+@BOTH
+def test_sequences_that_outgrow_the_short_context_are_computed_anew(overlap: bool) -> None:
+    """Once each, in other pages than those of short sequences, and without a change of text."""
+    loop = ToyLoop(overlap=overlap, short_context=10, max_batch_tokens=32)
+    texts = [[7] * length for length in (4, 4, 9, 10, 11, 4)]
+    loop.run([loop.request(uid, prompt, 12 if uid < 5 else 6, ignore_eos=True) for uid, prompt in enumerate(texts)])
+    loop.check_texts()
+    rows = [row for batch in loop.batches for row in batch.new_rows]
+    assert {(row.uid, row.rope_offset) for row in rows} == {(n, 0) for n in (0, 1, 2, 3, 5)} | {
+        (n, 10) for n in range(5)
+    }
+    assert len(rows) == 10
+    again = loop.request(6, texts[4], 2, ignore_eos=True)
+    loop.run([again])
+    assert loop.cached[6] == 8  # of the long ones

@@ -30,6 +30,7 @@ def loops(draw: st.DrawFn) -> ToyLoop:
         prefill_share=draw(st.sampled_from([0.01, 0.75, 1.0])),
         max_queue=draw(st.sampled_from([2, 1000])),
         request_timeout=draw(st.sampled_from([None, 20.0])),
+        short_context=draw(st.sampled_from([0, 0, 9, 16])),
     )
 
 

@@ -56,9 +56,14 @@ def oracle(request: Request, max_length: int) -> tuple[list[int], str]:
 class ToyEngine:
     """Executes batches at once, in launch order; hands out the tokens later."""
 
-    def __init__(self, page_size: int, num_pages: int, max_num_seqs: int, salt_of: dict[int, str]) -> None:
+    def __init__(
+        self, page_size: int, num_pages: int, max_num_seqs: int, short_context: int, salt_of: dict[int, str]
+    ) -> None:
         self.page_size = page_size
-        self.memory: list[tuple[int, int] | None] = [None] * (page_size * num_pages)  # (token, position)
+        self.short_context = short_context
+        self.memory: list[tuple[int, int] | None] = [None] * (
+            page_size * num_pages
+        )  # (token, position in rotary tables)
         self.rows: list[NewRow | None] = [None] * max_num_seqs
         self.tables: list[list[int]] = [[] for _ in range(max_num_seqs)]
         self.length = [0] * max_num_seqs  # positions computed
@@ -107,20 +112,24 @@ class ToyEngine:
         return StepTokens(tokens, logprobs, prompt_logprobs)
 
     def _write(self, slot: int, start: int, tokens: list[int] | array[int]) -> None:
+        row = self.rows[slot]
+        assert row is not None
         for position, token in enumerate(tokens, start):
             page = self.tables[slot][position // self.page_size]
-            self.memory[page * self.page_size + position % self.page_size] = (token, position)
+            cell = token, row.rope_offset + position
+            self.memory[page * self.page_size + position % self.page_size] = cell
         self.length[slot] = start + len(tokens)
 
     def _sample(self, slot: int) -> int:
         row = self.rows[slot]
         assert row is not None
         read = array("i")
+        offset = self.short_context if self.length[slot] > self.short_context else 0
         for position in range(self.length[slot]):
             cell = self.memory[
                 self.tables[slot][position // self.page_size] * self.page_size + position % self.page_size
             ]
-            assert cell is not None and cell[1] == position, f"position {position} of row {slot} reads {cell}"
+            assert cell is not None and cell[1] == offset + position, f"position {position} of row {slot} reads {cell}"
             read.append(cell[0])
         token = next_token(read, self.salt_of[row.uid])
         self.last[slot] = token
@@ -142,6 +151,7 @@ class ToyLoop:
         overlap: bool = False,
         check: bool = True,
         digest: str = "every-step",
+        short_context: int = 0,
         **options: object,
     ) -> None:
         self.max_length = min(max_model_len, page_size * num_pages + 1)
@@ -154,9 +164,10 @@ class ToyLoop:
             eos_token_ids=(EOS,),
             overlap=overlap,
             digest=digest,
+            short_context=short_context,
         )
         self.salt_of: dict[int, str] = {}
-        self.engine = ToyEngine(page_size, num_pages, max_num_seqs, self.salt_of)
+        self.engine = ToyEngine(page_size, num_pages, max_num_seqs, short_context, self.salt_of)
         self.max_batch_tokens = max_batch_tokens
         self.overlap = overlap
         self.check = check
@@ -282,6 +293,7 @@ def make_loop(seed: int) -> ToyLoop:
         prefix_cache=rng.random() < 0.7,
         schedule=rng.choice(["fcfs", "priority"]),
         request_timeout=rng.choice([None, 12.0]),
+        short_context=rng.choice([0, 0, 18]),
     )
 
 

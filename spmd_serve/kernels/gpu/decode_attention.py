@@ -78,7 +78,7 @@ def decode_attention(
     merge_group = triton.next_power_of_2(group)
     _decode[(kv_heads, rows, config.splits)](
         q, k_cache, v_cache, page_table, slots, lengths, out, workspace.sums, workspace.maxima, workspace.arrived,
-        table, None if rotation is None else rotation.q_scale, None if rotation is None else rotation.k_scale,
+        None if rotation is None else rotation.positions, table, None if rotation is None else rotation.q_scale, None if rotation is None else rotation.k_scale,
         0.0 if rotation is None else rotation.eps, scale, 0.0 if softcap is None else softcap,
         page_table.stride(0), q.stride(0),
         KV_HEADS=kv_heads, GROUP=group, BLOCK_G=max(8, triton.next_power_of_2(group)), HEAD_DIM=head_dim,
@@ -159,7 +159,7 @@ def _attend(k, v, there, queries, top, total, acc, scale, softcap, SOFTCAP: tl.c
 @triton.jit
 def _decode(
     q, k_cache, v_cache, page_table, slots, lengths, out, sums, maxima, arrived,
-    rope_table, q_scale, k_scale, eps, scale, softcap, table_stride, q_stride,
+    positions, rope_table, q_scale, k_scale, eps, scale, softcap, table_stride, q_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, BLOCK_G: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_D: tl.constexpr,
     PAGE_SIZE: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, FUSED: tl.constexpr, NORM: tl.constexpr,
     HALF: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, SPLITS: tl.constexpr, SPLIT_STEPS: tl.constexpr,
@@ -192,7 +192,7 @@ def _decode(
     partner = tl.where(d < HALF, d + HALF, tl.where(d < 2 * HALF, d - HALF, d))
     angle = rope_table
     if HALF > 0:
-        angle = rope_table + tl.maximum(length - 1, 0).to(tl.int64) * (2 * HALF)
+        angle = rope_table + tl.load(positions + row) * (2 * HALF)
     lanes = tl.arange(0, SLICES)[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     if AHEAD:
         first_k, first_v = _cached(

@@ -11,13 +11,23 @@ BLOCK = 256
 
 
 def decode_inputs(
-    slots: Tensor, last_token: Tensor, length: Tensor, padding_slot: int
+    slots: Tensor, last_token: Tensor, length: Tensor, rope_offset: Tensor, padding_slot: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See spmd_serve.kernels.rows.decode_inputs."""
     n = slots.shape[0]
     tokens, positions, lengths = (torch.empty(n, dtype=torch.int64, device=slots.device) for _ in range(3))
     _decode_inputs[(triton.cdiv(n, BLOCK),)](
-        slots, last_token, length, tokens, positions, lengths, n, padding_slot, BLOCK=BLOCK, **launch_options(n)
+        slots,
+        last_token,
+        length,
+        rope_offset,
+        tokens,
+        positions,
+        lengths,
+        n,
+        padding_slot,
+        BLOCK=BLOCK,
+        **launch_options(n),
     )
     return tokens, positions, lengths
 
@@ -46,16 +56,18 @@ def advance_rows_(
 
 @triton.jit(do_not_specialize=["n", "padding_slot"])
 def _decode_inputs(
-    slots, last_token, length, tokens, positions, lengths, n, padding_slot, BLOCK: tl.constexpr, PDL: tl.constexpr
-):
+    slots, last_token, length, rope_offset, tokens, positions, lengths, n, padding_slot,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     inside = row < n
     wait_for_inputs(PDL)
     slot = tl.load(slots + row, mask=inside, other=0)
-    position = tl.load(length + slot, mask=inside, other=0)
+    before = tl.load(length + slot, mask=inside, other=0)
+    offset = tl.load(rope_offset + slot, mask=inside, other=0)
     tl.store(tokens + row, tl.load(last_token + slot, mask=inside, other=0), mask=inside)
-    tl.store(positions + row, position, mask=inside)
-    tl.store(lengths + row, tl.where(slot == padding_slot, 0, position + 1), mask=inside)
+    tl.store(positions + row, before + offset, mask=inside)
+    tl.store(lengths + row, tl.where(slot == padding_slot, 0, before + 1), mask=inside)
 
 
 @triton.jit(do_not_specialize=["first", "rows"], do_not_specialize_on_alignment=["index"])
