@@ -67,7 +67,9 @@ def test_gated_activation(kind: str, size: int) -> None:
 
 
 @pytest.mark.parametrize("tokens", [1, 2, 5, 8, 16, 33, 64, 100])
-@pytest.mark.parametrize(("features", "size"), [(4096, 1024), (1024, 3072), (5120, 5120), (960, 576), (1000, 1544)])
+@pytest.mark.parametrize(
+    ("features", "size"), [(4096, 1024), (1024, 3072), (5120, 5120), (960, 576), (1000, 1544), (17408, 2048)]
+)
 @pytest.mark.parametrize("form", ["plain", "norm", "gated", "residual"])
 def test_linear(form: str, features: int, size: int, tokens: int) -> None:
     x, weight = rand(tokens, size), rand(features, size)

@@ -324,3 +324,11 @@ def test_a_wide_layer_is_shared_out_whole(gated: bool, added: bool) -> None:
     assert taken > 10
     assert linear.wide_config(16, 2048, 1024, gated=False, added=added) is None
     assert linear.wide_config(65, 2048, 1024, gated=False, added=added) is None
+
+
+def test_a_layer_with_a_norm_before_it_is_wide_where_that_pays() -> None:
+    """Qwen3-14B's on two ranks, and 0.6B's: with sums over ranks the norm is no part of the kernel before."""
+    gate_up = linear.wide_config(64, 17_408, 5120, gated=True, added=False, normed=True)
+    assert gate_up is not None and gate_up.rows * 2 * linear.MULTIPROCESSORS >= 8704
+    assert linear.wide_config(64, 3584, 5120, gated=False, added=False, normed=True) is None
+    assert linear.wide_config(64, 6144, 1024, gated=True, added=False, normed=True) is None

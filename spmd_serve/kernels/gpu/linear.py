@@ -67,12 +67,14 @@ def skinny_linear(
     tokens, in_features = x.shape
     gated = activation is not None
     features = weight.shape[0] // (2 if gated else 1)
-    wide = None
-    if scale is None:
-        wide = wide_config(tokens, weight.shape[0], in_features, gated=gated, added=residual is not None)
-    summed = None if wide is None else wide_linear(x, weight, bias, activation, wide)
-    if summed is not None:
-        return summed if residual is None else add_parts_(summed, bias, residual, following)
+    wide = wide_config(
+        tokens, weight.shape[0], in_features, gated=gated, added=residual is not None, normed=scale is not None
+    )
+    if wide is not None:
+        normed = x if scale is None else rms_norm(x, scale, eps)
+        summed = wide_linear(normed, weight, bias, activation, wide)
+        if summed is not None:
+            return summed if residual is None else add_parts_(summed, bias, residual, following)
     config = choose_config(tokens, features, in_features, gated=gated, normed=scale is not None)
     if config is None:
         return None
@@ -102,16 +104,18 @@ def choose_config(
     return mma_config(tokens, in_features, before_attention=normed and not gated)
 
 
-def wide_config(tokens: int, out_features: int, in_features: int, *, gated: bool, added: bool) -> WideConfig | None:
+def wide_config(
+    tokens: int, out_features: int, in_features: int, *, gated: bool, added: bool, normed: bool = False
+) -> WideConfig | None:
     """For 17 to 64 tokens; None where the matrix library is as good. By measurements of whole layers on an H200.
 
-    As many blocks as multiprocessors, or twice as many in a large gated layer; where the result is added to the residual,
+    normed: a kernel before this one norms the input, as with several ranks; that pays in large gated layers alone. As many blocks as multiprocessors, or twice as many in a large gated layer; where the result is added to the residual,
     each has a part of the columns, and so enough rows. In small layers the next kernel starts early.
     """
     features = out_features // 2 if gated else out_features
     weights = features * in_features
-    small = weights <= MAX_WEIGHTS and in_features <= MAX_COLUMNS
-    large = weights >= LARGE and tokens > 32
+    small = weights <= MAX_WEIGHTS and in_features <= MAX_COLUMNS and not normed
+    large = weights >= LARGE and tokens > 32 and (gated or not normed)
     if not MAX_TOKENS < tokens <= WIDE_TOKENS or not (small or large):
         return None
     if features < MULTIPROCESSORS or features % 2 or in_features % 8:
