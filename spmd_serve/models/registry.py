@@ -25,22 +25,22 @@ Raw = Mapping[str, Any]  # a parsed config.json (its text_config, if it has one)
 # ---- what families need beyond constants --------------------------------------------------------------------------
 
 
-def _all_windowed(raw: Raw, layer: int) -> int | None:
-    return raw.get("sliding_window")
+def _all_slide(raw: Raw, layer: int) -> bool:
+    return True
 
 
-def _windowed_from_max_window_layers(raw: Raw, layer: int) -> int | None:
-    return raw["sliding_window"] if layer >= raw["max_window_layers"] else None
+def _slide_from_max_window_layers(raw: Raw, layer: int) -> bool:
+    return bool(layer >= raw["max_window_layers"])
 
 
-def _windowed_by_pattern(default: int) -> Callable[[Raw, int], int | None]:
+def _slide_by_pattern(default: int) -> Callable[[Raw, int], bool]:
     """Every `pattern`-th layer is global, the others have a window."""
 
-    def window(raw: Raw, layer: int) -> int | None:
+    def slides(raw: Raw, layer: int) -> bool:
         pattern = raw.get("sliding_window_pattern") or raw.get("_sliding_window_pattern") or default
-        return raw.get("sliding_window") if (layer + 1) % pattern else None
+        return bool((layer + 1) % pattern)
 
-    return window
+    return slides
 
 
 def _sqrt_hidden(raw: Raw) -> float:
@@ -70,8 +70,8 @@ def _smollm3_rope_layer(raw: Raw, layer: int) -> bool:
     return bool(listed[layer]) if listed else (layer + 1) % raw.get("no_rope_layer_interval", 4) != 0
 
 
-def _windowed_without_rope(raw: Raw, layer: int) -> int | None:
-    return None if _smollm3_rope_layer(raw, layer) else raw.get("sliding_window")
+def _slide_without_rope(raw: Raw, layer: int) -> bool:
+    return not _smollm3_rope_layer(raw, layer)
 
 
 def _attention_bias(raw: Raw) -> bool:
@@ -92,42 +92,43 @@ _GEMMA = {
 _GEMMA_2 = _GEMMA | {
     "post_norms": True,
     "attn_scale": _gemma_attn_scale,
-    "attn_softcap": lambda raw: raw.get("attn_logit_softcapping"),
     "final_softcap": lambda raw: raw.get("final_logit_softcapping"),
 }
 
 # ---- the table ----------------------------------------------------------------------------------------------------
-# "window", "moe_layer" and "rope_layer" are functions of (config.json, layer); everything else is a field of ModelConfig. A
+# "slides" (whether a layer has the sliding window), "moe_layer" and "rope_layer" are functions of (config.json, layer);
+# "partial_rotary" says that the family knows heads that are rotated in part; everything else is a field of ModelConfig. A
 # list of layer_types in config.json is followed for every family. What config.json leaves out: defaults.py.
 
 FAMILIES: dict[str, dict[str, Any]] = {
     "LlamaForCausalLM": {"qkv_bias": _attention_bias, "o_bias": _attention_bias, "mlp_bias": _mlp_bias},
-    "MistralForCausalLM": {"window": _all_windowed},
-    "Qwen2ForCausalLM": {"qkv_bias": True, "window": _windowed_from_max_window_layers},
+    "MistralForCausalLM": {"slides": _all_slide},
+    "Qwen2ForCausalLM": {"qkv_bias": True, "slides": _slide_from_max_window_layers},
     "Qwen3ForCausalLM": {
         "qk_norm": "head",
         "qkv_bias": _attention_bias,
         "o_bias": _attention_bias,
-        "window": _windowed_from_max_window_layers,
+        "slides": _slide_from_max_window_layers,
     },
     "Qwen3MoeForCausalLM": {
         "qk_norm": "head",
         "qkv_bias": _attention_bias,
         "o_bias": _attention_bias,
-        "window": _all_windowed,
+        "slides": _all_slide,
         "moe": _moe_qwen3,
         "moe_layer": _qwen3_moe_layer,
     },
-    "MixtralForCausalLM": {"moe": _moe_mixtral, "moe_layer": lambda raw, layer: True, "window": _all_windowed},
+    "MixtralForCausalLM": {"moe": _moe_mixtral, "moe_layer": lambda raw, layer: True, "slides": _all_slide},
     "GemmaForCausalLM": _GEMMA,
-    "Gemma2ForCausalLM": _GEMMA_2 | {"window": _windowed_by_pattern(2)},
-    "Gemma3ForCausalLM": _GEMMA_2 | {"window": _windowed_by_pattern(6), "qk_norm": "head"},
-    "Phi3ForCausalLM": {"fused_weights": True, "window": _all_windowed},
+    "Gemma2ForCausalLM": _GEMMA_2
+    | {"slides": _slide_by_pattern(2), "attn_softcap": lambda raw: raw.get("attn_logit_softcapping")},
+    "Gemma3ForCausalLM": _GEMMA_2 | {"slides": _slide_by_pattern(6), "qk_norm": "head"},
+    "Phi3ForCausalLM": {"fused_weights": True, "slides": _all_slide, "partial_rotary": True},
     "SmolLM3ForCausalLM": {
         "qkv_bias": _attention_bias,
         "o_bias": _attention_bias,
         "mlp_bias": _mlp_bias,
-        "window": _windowed_without_rope,
+        "slides": _slide_without_rope,
         "rope_layer": _smollm3_rope_layer,
     },
     "Olmo2ForCausalLM": {
@@ -160,7 +161,7 @@ _SIZES = (
     "intermediate_size",
     "max_position",
 )
-_OF_LAYERS = ("window", "moe_layer", "rope_layer")
+_OF_LAYERS = ("slides", "moe_layer", "rope_layer")
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
@@ -230,10 +231,12 @@ def _model_config(architecture: str, raw: Raw, generation: Raw, tokenizer: Raw) 
         raise UnsupportedModelError("attention in both directions (an embedding model) is not supported")
     quantization = raw.get("quantization_config") or raw.get("compression_config")
     fp8_checkpoint(quantization)  # refuses what is not known
-    ropes = _ropes(raw, head_dim)
+    ropes = _ropes(raw, head_dim, partial=bool(family.pop("partial_rotary", False)))
     for rope in ropes.values():
         check_rope(rope, head_dim)
-    layers = _layers(raw, ropes, *(family.pop(key, None) for key in _OF_LAYERS))
+    switched_off = "use_sliding_window" in DEFAULTS.get(architecture, {}) and not raw["use_sliding_window"]
+    window = None if switched_off else raw.get("sliding_window")
+    layers = _layers(raw, window, ropes, *(family.pop(key, None) for key in _OF_LAYERS))
     eos = _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")) + _eos_of_tokenizer(tokenizer)
     fields: dict[str, Any] = {
         "architecture": architecture,
@@ -256,7 +259,7 @@ def _model_config(architecture: str, raw: Raw, generation: Raw, tokenizer: Raw) 
         "generation_defaults": _generation_defaults(generation, raw["vocab_size"]),
     }
     _check_numbers(fields)
-    return ModelConfig(**(fields | _activation(raw, family) | family))
+    return ModelConfig(**(fields | family | _activation(raw, family)))
 
 
 def _check_numbers(fields: Mapping[str, Any]) -> None:
@@ -287,7 +290,9 @@ def _generation_defaults(generation: Raw, vocab_size: int) -> dict[str, float]:
 
 
 def _activation(raw: Raw, family: Raw) -> dict[str, str]:
-    name = raw.get("hidden_activation") or (None if "activation" in family else raw.get("hidden_act"))
+    name = raw.get("hidden_act")
+    if "activation" in family:  # Gemma's files have another field for it; the first ones' "gelu" was not what it says
+        name = raw.get("hidden_activation") or (name if name != "gelu" else None)
     if name is None:
         return {}
     if name not in _ACTIVATIONS:
@@ -316,8 +321,9 @@ def _eos_of_tokenizer(tokenizer: Raw) -> tuple[int, ...]:
 
 def _layers(
     raw: Raw,
+    window: int | None,
     ropes: Mapping[str, RopeConfig],
-    window: Callable[[Raw, int], int | None] | None,
+    slides: Callable[[Raw, int], bool] | None,
     moe_layer: Callable[[Raw, int], bool] | None,
     rope_layer: Callable[[Raw, int], bool] | None,
 ) -> tuple[LayerSpec, ...]:
@@ -330,15 +336,13 @@ def _layers(
         if types is not None:
             if types[i] not in ("full_attention", "sliding_attention"):
                 raise UnsupportedModelError(f"layer {i} is of type {types[i]}, which is not supported")
-            size = raw.get("sliding_window") if types[i] == "sliding_attention" else None
+            sliding = types[i] == "sliding_attention"
         else:
-            size = window(raw, i) if window else None
-        if not size or not raw.get("use_sliding_window", True):
-            size = None
-        rope = list(ropes).index("sliding_attention") if size and "sliding_attention" in ropes else 0
+            sliding = slides is not None and slides(raw, i)
+        rope = list(ropes).index("sliding_attention") if sliding and "sliding_attention" in ropes else 0
         layers.append(
             LayerSpec(
-                window=size,
+                window=(window or None) if sliding else None,
                 rope=rope if rope_layer is None or rope_layer(raw, i) else None,
                 moe=moe_layer is not None and moe_layer(raw, i),
             )
@@ -346,20 +350,23 @@ def _layers(
     return tuple(layers)
 
 
-def _ropes(raw: Raw, head_dim: int) -> dict[str, RopeConfig]:
-    """Kind of layer -> its rotary embedding. Kinds without an entry of their own use the first one."""
+def _ropes(raw: Raw, head_dim: int, partial: bool) -> dict[str, RopeConfig]:
+    """Kind of layer -> its rotary embedding. Kinds without an entry of their own use the first one.
+
+    partial: whether the family knows of heads that are rotated in part; others do not read that field.
+    """
     given = raw.get("rope_parameters") or {}
     if "full_attention" not in given and "sliding_attention" not in given:  # else transformers 5's: one for each kind
         given = {"full_attention": (raw.get("rope_scaling") or {}) | given}
     theta, local = raw.get("rope_theta", 10000.0), raw.get("rope_local_base_freq")
-    ropes = {"full_attention": _rope({"rope_theta": theta} | (given.get("full_attention") or {}), raw, head_dim)}
+    ropes = {"full_attention": _rope({"rope_theta": theta} | (given.get("full_attention") or {}), raw, head_dim, partial)}
     if local or given.get("sliding_attention"):
         sliding = {"rope_theta": local or theta} | (given.get("sliding_attention") or {})
-        ropes["sliding_attention"] = _rope(sliding, raw, head_dim)
+        ropes["sliding_attention"] = _rope(sliding, raw, head_dim, partial)
     return ropes
 
 
-def _rope(params: dict[str, Any], raw: Raw, head_dim: int) -> RopeConfig:
+def _rope(params: dict[str, Any], raw: Raw, head_dim: int, partial: bool) -> RopeConfig:
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind in ("su", "yarn") and "long_factor" in params:  # earlier names in Phi-3's files
         kind = "longrope"
@@ -370,7 +377,7 @@ def _rope(params: dict[str, Any], raw: Raw, head_dim: int) -> RopeConfig:
         original = original or raw["max_position_embeddings"]
     if kind == "longrope":
         params = {"factor": raw["max_position_embeddings"] / original} | params
-    factor = params.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0
+    factor = (params.get("partial_rotary_factor") or raw.get("partial_rotary_factor") or 1.0) if partial else 1.0
     return RopeConfig(
         theta=float(params["rope_theta"]),
         kind=kind,

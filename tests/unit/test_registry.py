@@ -42,7 +42,7 @@ def load(tmp_path: Path, generation: dict[str, Any] | None = None, /, **config: 
 
 
 def test_table_speaks_of_fields_that_exist() -> None:
-    known = {field.name for field in fields(ModelConfig)} | {"window", "moe_layer", "rope_layer"}
+    known = {field.name for field in fields(ModelConfig)} | {"slides", "moe_layer", "rope_layer", "partial_rotary"}
     for name, family in FAMILIES.items():
         assert set(family) <= known, name
     assert {architecture for architecture, _ in ALIASES.values()} | set(DEFAULTS) <= set(FAMILIES)
@@ -87,6 +87,35 @@ def test_context_of_scaled_models(tmp_path: Path) -> None:
     model = load(tmp_path, architectures=["Phi3ForCausalLM"], rope_scaling=long, original_max_position_embeddings=1024)
     assert (model.max_position, model.ropes[0].kind, model.ropes[0].params["factor"]) == (4096, "longrope", 4.0)
     assert model.ropes[0].original_max_position == 1024
+
+
+@pytest.mark.parametrize(
+    ("architecture", "field", "value"),
+    [
+        ("LlamaForCausalLM", "partial_rotary_factor", 0.5),
+        ("LlamaForCausalLM", "hidden_activation", "gelu_pytorch_tanh"),
+        ("Gemma2ForCausalLM", "use_sliding_window", False),
+        ("Phi3ForCausalLM", "use_sliding_window", False),
+        ("Gemma3ForCausalLM", "attn_logit_softcapping", 50.0),
+    ],
+)
+def test_fields_of_other_families_are_not_read(tmp_path: Path, architecture: str, field: str, value: Any) -> None:
+    """transformers does not, either."""
+    config = {"architectures": [architecture], "sliding_window": 32, "query_pre_attn_scalar": 8}
+    assert load(tmp_path, **config, **{field: value}) == load(tmp_path, **config)
+
+
+def test_activation_of_gemma(tmp_path: Path) -> None:
+    gemma = {"architectures": ["Gemma2ForCausalLM"], "query_pre_attn_scalar": 8}
+    said = ({}, {"hidden_act": "gelu"}, {"hidden_activation": "silu"}, {"hidden_act": "silu"})
+    kinds = [load(tmp_path, **gemma, **fields).activation for fields in said]
+    assert kinds == ["gelu_tanh", "gelu_tanh", "silu", "silu"]
+
+
+def test_a_sliding_layer_has_its_rotation_without_a_window(tmp_path: Path) -> None:
+    gemma = {"architectures": ["Gemma3ForCausalLM"], "query_pre_attn_scalar": 8, "sliding_window": None}
+    layers = load(tmp_path, **gemma).layers
+    assert [(layer.window, layer.rope) for layer in layers[:6]] == [(None, 1)] * 5 + [(None, 0)]
 
 
 def test_windows(tmp_path: Path) -> None:
