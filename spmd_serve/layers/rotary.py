@@ -51,9 +51,9 @@ def check_rope(rope: RopeConfig, head_dim: int) -> None:
     Raises:
         LookupError, TypeError, ValueError: it has not.
     """
-    dim = rope.rotary_dim or head_dim
-    if dim % 2:
-        raise ValueError(f"{dim} dimensions of a head are to be rotated, which is no even number")
+    dim = head_dim if rope.rotary_dim is None else rope.rotary_dim
+    if dim % 2 or dim < 2:
+        raise ValueError(f"{dim} dimensions of a head are to be rotated, which is no even number of 2 or more")
     _frequencies(rope, dim, 1)
 
 

@@ -29,8 +29,12 @@ def _all_slide(raw: Raw, layer: int) -> bool:
     return True
 
 
+def _slide_if_used(raw: Raw, layer: int) -> bool:
+    return bool(raw["use_sliding_window"])
+
+
 def _slide_from_max_window_layers(raw: Raw, layer: int) -> bool:
-    return bool(layer >= raw["max_window_layers"])
+    return bool(raw["use_sliding_window"] and layer >= raw["max_window_layers"])
 
 
 def _slide_by_pattern(default: int) -> Callable[[Raw, int], bool]:
@@ -71,7 +75,7 @@ def _smollm3_rope_layer(raw: Raw, layer: int) -> bool:
 
 
 def _slide_without_rope(raw: Raw, layer: int) -> bool:
-    return not _smollm3_rope_layer(raw, layer)
+    return bool(raw["use_sliding_window"]) and not _smollm3_rope_layer(raw, layer)
 
 
 def _attention_bias(raw: Raw) -> bool:
@@ -114,7 +118,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "qk_norm": "head",
         "qkv_bias": _attention_bias,
         "o_bias": _attention_bias,
-        "slides": _all_slide,
+        "slides": _slide_if_used,
         "moe": _moe_qwen3,
         "moe_layer": _qwen3_moe_layer,
     },
@@ -234,9 +238,7 @@ def _model_config(architecture: str, raw: Raw, generation: Raw, tokenizer: Raw) 
     ropes = _ropes(raw, head_dim, partial=bool(family.pop("partial_rotary", False)))
     for rope in ropes.values():
         check_rope(rope, head_dim)
-    switched_off = "use_sliding_window" in DEFAULTS.get(architecture, {}) and not raw["use_sliding_window"]
-    window = None if switched_off else raw.get("sliding_window")
-    layers = _layers(raw, window, ropes, *(family.pop(key, None) for key in _OF_LAYERS))
+    layers = _layers(raw, ropes, *(family.pop(key, None) for key in _OF_LAYERS))
     eos = _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")) + _eos_of_tokenizer(tokenizer)
     fields: dict[str, Any] = {
         "architecture": architecture,
@@ -321,7 +323,6 @@ def _eos_of_tokenizer(tokenizer: Raw) -> tuple[int, ...]:
 
 def _layers(
     raw: Raw,
-    window: int | None,
     ropes: Mapping[str, RopeConfig],
     slides: Callable[[Raw, int], bool] | None,
     moe_layer: Callable[[Raw, int], bool] | None,
@@ -342,7 +343,7 @@ def _layers(
         rope = list(ropes).index("sliding_attention") if sliding and "sliding_attention" in ropes else 0
         layers.append(
             LayerSpec(
-                window=(window or None) if sliding else None,
+                window=(raw.get("sliding_window") or None) if sliding else None,
                 rope=rope if rope_layer is None or rope_layer(raw, i) else None,
                 moe=moe_layer is not None and moe_layer(raw, i),
             )
