@@ -360,7 +360,9 @@ def _ropes(raw: Raw, head_dim: int, partial: bool) -> dict[str, RopeConfig]:
     if "full_attention" not in given and "sliding_attention" not in given:  # else transformers 5's: one for each kind
         given = {"full_attention": (raw.get("rope_scaling") or {}) | given}
     theta, local = raw.get("rope_theta", 10000.0), raw.get("rope_local_base_freq")
-    ropes = {"full_attention": _rope({"rope_theta": theta} | (given.get("full_attention") or {}), raw, head_dim, partial)}
+    ropes = {
+        "full_attention": _rope({"rope_theta": theta} | (given.get("full_attention") or {}), raw, head_dim, partial)
+    }
     if local or given.get("sliding_attention"):
         sliding = {"rope_theta": local or theta} | (given.get("sliding_attention") or {})
         ropes["sliding_attention"] = _rope(sliding, raw, head_dim, partial)
