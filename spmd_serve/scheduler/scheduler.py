@@ -83,7 +83,7 @@ class Scheduler:
             options,
             capacity=self._tables.capacity,
             max_model_len=max_model_len,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=frozenset(eos_token_ids),
             prefix_cache=prefix_cache,
             overlap=overlap,
         )
