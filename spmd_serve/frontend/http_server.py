@@ -26,16 +26,6 @@ KEEP_ALIVE_TIMEOUT = 30  # seconds that an idle connection is kept
 BEAT_INTERVAL = 0.5  # seconds between signs of life of the event loop
 
 
-def new_event_loop() -> asyncio.AbstractEventLoop:
-    """uvloop's where it is installed."""
-    try:
-        import uvloop
-    except ImportError:
-        return asyncio.new_event_loop()
-    loop: asyncio.AbstractEventLoop = uvloop.new_event_loop()
-    return loop
-
-
 class HttpThread:
     """One frontend: an event loop in a thread that serves HTTP and talks to the step loop.
 
@@ -101,7 +91,7 @@ class HttpThread:
     def _run(self) -> None:
         reason = "the HTTP server ended"
         try:
-            with asyncio.Runner(loop_factory=new_event_loop) as runner:
+            with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
                 runner.run(self._serve())
         except BaseException as error:
             logger.exception("the HTTP server failed")
