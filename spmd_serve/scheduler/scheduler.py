@@ -274,17 +274,7 @@ class Scheduler:
         sequence.planned = sequence.committed_chunk = sequence.num_shared * self._tables.page_size
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.planned
-        new_rows.append(
-            NewRow(
-                sequence.slot,
-                sequence.uid,
-                sequence.params,
-                sequence.tokens,
-                sequence.prefill_end,
-                sequence.num_prompt,
-                sequence.planned,
-            )
-        )
+        new_rows.append(sequence.new_row())
         return True
 
     def _plan_chunk(self, sequence: Sequence, size: int) -> PrefillChunk:
