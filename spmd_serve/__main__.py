@@ -29,10 +29,10 @@ from spmd_serve.logs import set_up_logs
 from spmd_serve.types import ModelInfo, ServiceState, StepOutput
 
 if TYPE_CHECKING:
-    from spmd_serve.assembly import Plan
     from spmd_serve.distributed.beats import Progress
     from spmd_serve.distributed.board import Board
     from spmd_serve.distributed.liveness import Liveness
+    from spmd_serve.engine.build import Plan
 
 logger = logging.getLogger("spmd_serve")
 
