@@ -11,7 +11,7 @@ import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from spmd_serve.errors import OverloadedError, RequestError
+from spmd_serve.errors import RequestError
 from spmd_serve.frontend.answers import error_body, whole_answer
 from spmd_serve.frontend.dispatcher import Dispatcher
 from spmd_serve.frontend.generation import Generation
@@ -43,10 +43,8 @@ class JsonResponse(Response):
 def error_response(error: RequestError) -> JsonResponse:
     """OpenAI's error body with the error's status."""
     headers = {}
-    if isinstance(error, OverloadedError):
+    if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
-    elif error.status == 503:
-        headers["retry-after"] = "1"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return JsonResponse(error_body(error), status_code=error.status, headers=headers)
