@@ -118,7 +118,7 @@ class Liveness:
                 board.say_gone()
         self.leave()
         code = self.failure.exit_code if self.failure else 0
-        _exit_after(START_STOP_S, code, "")
+        _exit_after(START_STOP_S, code)
         return code
 
     def _await(self, come: Callable[[], bool]) -> None:
@@ -310,7 +310,7 @@ class Liveness:
             self.on_failure(str(failure))
         self._settled.set()
         self._wake()  # an idle rank 0 then finds the connection broken, and ends in good order
-        _exit_after(GRACE_S + 2 * is_own, failure.exit_code, "")
+        _exit_after(GRACE_S + 2 * is_own, failure.exit_code)
         for peer in self._neighbours:
             # A stopped process would keep torchrun waiting for 30 s. Only this job's own: the same parent started it.
             if peer.rank == failure.rank and failure.kind == "lost" and parent_of(peer.pid) == os.getppid():
@@ -322,7 +322,7 @@ def holds_up(beats: Mapping[int, Beat]) -> int:
     return min(beats, key=lambda rank: (beats[rank].waits or not beats[rank].busy, beats[rank].step, rank))
 
 
-def _exit_after(seconds: float, code: int, why: str, unless: Callable[[], bool] = lambda: False) -> None:
+def _exit_after(seconds: float, code: int, why: str = "", unless: Callable[[], bool] = lambda: False) -> None:
     """End this process by force unless it has ended by then, or `unless` says so."""
 
     def force() -> None:
