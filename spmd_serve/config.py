@@ -1,8 +1,8 @@
 """Configuration: frozen dataclasses composed by section, and the command line made from them.
 
 Each field is one option (`max_batch_tokens` is `--max-batch-tokens`); its metadata holds the help text, which names the
-unit. `None` or "auto" means that the value is worked out later, into a *new* object (`dataclasses.replace`), never in
-place. Only rank 0's command line counts: its Config is broadcast to the other ranks.
+unit, and a section's docstring is its heading there. `None` or "auto" means that the value is worked out later, into a *new*
+object (`dataclasses.replace`), never in place. Only rank 0's command line counts: its Config is broadcast to the other ranks.
 """
 
 from __future__ import annotations
