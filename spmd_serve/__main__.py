@@ -29,10 +29,10 @@ from spmd_serve.logs import set_up_logs
 from spmd_serve.types import ModelInfo, ServiceState, StepOutput
 
 if TYPE_CHECKING:
-    from spmd_serve.assembly import Plan
     from spmd_serve.distributed.beats import Progress
     from spmd_serve.distributed.board import Board
     from spmd_serve.distributed.liveness import Liveness
+    from spmd_serve.engine.build import Plan
 
 logger = logging.getLogger("spmd_serve")
 
@@ -48,7 +48,7 @@ class _Over(NamedTuple):
     reason: str
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run this rank to its end. Returns its exit code."""
     # Read when torch is imported. Lost connections are told by us.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
@@ -59,7 +59,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         signals.interrupts = ranks.world_size == 1  # else the others are told first, once all have met
         if ranks.under_agent:
             die_with_parent()
-        options = _rank0_options(sys.argv[1:] if argv is None else argv) if ranks.rank == 0 else None
+        options = _rank0_options(sys.argv[1:]) if ranks.rank == 0 else None
         if isinstance(options, _Over) and ranks.world_size == 1:
             return options.exit_code
         return _run_rank(ranks, options, signals)

@@ -1,8 +1,8 @@
 """Configuration: frozen dataclasses composed by section, and the command line made from them.
 
 Each field is one option (`max_batch_tokens` is `--max-batch-tokens`); its metadata holds the help text, which names the
-unit. `None` or "auto" means that the value is worked out later, into a *new* object (`dataclasses.replace`), never in
-place. Only rank 0's command line counts: its Config is broadcast to the other ranks.
+unit, and a section's docstring is its heading there. `None` or "auto" means that the value is worked out later, into a *new*
+object (`dataclasses.replace`), never in place. Only rank 0's command line counts: its Config is broadcast to the other ranks.
 """
 
 from __future__ import annotations
@@ -236,7 +236,8 @@ def resolved(value: T | None) -> T:
     return value
 
 
-def _flag_name(name: str) -> str:
+def flag_name(name: str) -> str:
+    """The option of a field."""
     return "--" + name.replace("_", "-")
 
 
@@ -255,15 +256,15 @@ def _check_bounds(section: Any) -> None:
         if value is None:
             continue
         if f.metadata["choices"] and value not in f.metadata["choices"]:
-            raise ConfigError(f"{_flag_name(f.name)} is '{value}'; it may be {', '.join(f.metadata['choices'])}")
+            raise ConfigError(f"{flag_name(f.name)} is '{value}'; it may be {', '.join(f.metadata['choices'])}")
         if isinstance(value, str) and not _is_utf8(value):  # its place may be JSON, or a library of another language
-            raise ConfigError(f"{_flag_name(f.name)} has bytes that are not UTF-8: {value!a}")
+            raise ConfigError(f"{flag_name(f.name)} has bytes that are not UTF-8: {value!a}")
         if not isinstance(value, (int, float)) or isinstance(value, bool):
             continue
         most = LARGEST if high is None else high
         if not low <= value <= most:  # nor is NaN
             bounds = f"at least {low:g}" if high is None and value < low else f"between {low:g} and {most:g}"
-            raise ConfigError(f"{_flag_name(f.name)} is {value}; it must be {bounds}")
+            raise ConfigError(f"{flag_name(f.name)} is {value}; it must be {bounds}")
 
 
 def _check_combinations(config: Config) -> None:
@@ -338,7 +339,7 @@ def make_parser() -> argparse.ArgumentParser:
                     kwargs["metavar"] = "BYTES" if meta["parse"] is _parse_bytes else meta["parse"].__name__.upper()
                 if meta["repeat"]:
                     kwargs["action"] = "append"
-            group.add_argument(_flag_name(f.name), **kwargs)
+            group.add_argument(flag_name(f.name), **kwargs)
     return parser
 
 

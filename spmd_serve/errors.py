@@ -57,6 +57,7 @@ class RequestError(SpmdServeError, ValueError):
         self.param = param
         self.status = status
         self.code = code
+        self.retry_after = 1 if status == 503 else None  # seconds
 
 
 class OverloadedError(RequestError):

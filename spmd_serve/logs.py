@@ -21,7 +21,7 @@ class _LineFormatter(logging.Formatter):
         return super().format(record)
 
 
-def set_up_logs(level: str, rank: int, step: Callable[[], int | None] = lambda: None) -> None:
+def set_up_logs(level: str, rank: int, step: Callable[[], int | None]) -> None:
     """Send this process's log to stderr. Ranks other than 0 speak from WARNING on, unless `level` is debug.
 
     Args:

@@ -101,7 +101,7 @@ class CompiledGrammars:
         return Compiled(matcher, str(matcher.get_error()), time.thread_time() - began)
 
 
-class PlainText:
+class PlainTokenizer:
     """llguidance's tokenizer, but what it makes of a text is that text, in ordinary tokens.
 
     Of text that a grammar forces, llguidance allows only the first token that its tokenizer makes of it. The text "<|im_end|>"
@@ -152,7 +152,7 @@ def _begin_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ..
             size = max(vocab_size, tokenizer.get_vocab_size())  # a tokenizer may have tokens that the model has not
             eos = list(eos_token_ids) or None
             own = llguidance.LLTokenizer(tokenizer.to_str(), n_vocab=size, eos_token=eos)
-            plain = llguidance.TokenizerWrapper(PlainText(own))
+            plain = llguidance.TokenizerWrapper(PlainTokenizer(own))
             future.set_result(llguidance.LLTokenizer(plain, n_vocab=size, eos_token=own.eos_tokens))
         except ModelError as error:
             future.set_exception(error)

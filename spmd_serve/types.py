@@ -308,16 +308,16 @@ class StepStats:
             the slowest rank has the shortest time.
     """
 
-    step: int
-    running: int
-    waiting: int
-    preempted_total: int
-    pages_total: int
-    pages_free: int
-    pages_cached: int
-    prompt_tokens_total: int
-    cached_tokens_total: int
-    generation_tokens_total: int
+    step: int = 0
+    running: int = 0
+    waiting: int = 0
+    preempted_total: int = 0
+    pages_total: int = 0
+    pages_free: int = 0
+    pages_cached: int = 0
+    prompt_tokens_total: int = 0
+    cached_tokens_total: int = 0
+    generation_tokens_total: int = 0
     step_time: float = 0.0
     exchange_time: float = 0.0
     rank_exchange_times: tuple[float, ...] = ()

@@ -134,7 +134,7 @@ def _decode(q: Tensor, k_cache: Tensor, v_cache: Tensor, group: _DecodeGroup, sp
     v = _gather(v_cache, group.pages, q.dtype, rows)
     mask = _decode_mask(group, k.shape[2], spec.window, q.dtype)
     grouped = q.view(rows, kv_heads, q_heads // kv_heads, head_dim)
-    return _sdpa(grouped, k, v, mask, False, spec).reshape(rows, q_heads, head_dim)
+    return _sdpa(grouped, k, v, mask, spec).reshape(rows, q_heads, head_dim)
 
 
 def _decode_mask(group: _DecodeGroup, keys: int, window: int | None, dtype: torch.dtype) -> Tensor:
@@ -161,7 +161,7 @@ def _prefill(q: Tensor, k_cache: Tensor, v_cache: Tensor, chunk: _Chunk, spec: A
     grouped = q.view(length, kv_heads, q_heads // kv_heads, head_dim).permute(1, 2, 0, 3)
     k = _gather(k_cache, chunk.pages, q.dtype, 1)[0, :, None, :end].expand(*grouped.shape[:2], end, head_dim)
     v = _gather(v_cache, chunk.pages, q.dtype, 1)[0, :, None, :end].expand(*grouped.shape[:2], end, head_dim)
-    out = _sdpa(grouped, k, v, mask, mask is None, spec)
+    out = _sdpa(grouped, k, v, mask, spec)
     return out.permute(2, 0, 1, 3).reshape(length, q_heads, head_dim)
 
 
@@ -190,14 +190,13 @@ def _causal_mask(start: int, length: int, window: int | None, device: torch.devi
     return visible if window is None else visible & (distance < window)
 
 
-def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, causal: bool, spec: AttentionSpec) -> Tensor:
-    """q: [batch, heads, queries, head_dim]; k, v: [batch, heads, keys, head_dim]."""
+def _sdpa(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, spec: AttentionSpec) -> Tensor:
+    """q: [batch, heads, queries, head_dim]; k, v: [batch, heads, keys, head_dim]. Without a mask plain causal."""
     if spec.softcap is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=causal, scale=spec.scale)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, is_causal=mask is None, scale=spec.scale)
     scores = (q.float() @ k.float().transpose(-1, -2)) * spec.scale
     scores = spec.softcap * torch.tanh(scores / spec.softcap)
-    if causal:
+    if mask is None:
         mask = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).tril()
-    if mask is not None:
-        scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
+    scores = scores.masked_fill(~mask, float("-inf")) if mask.dtype == torch.bool else scores + mask
     return (scores.softmax(dim=-1) @ v.float()).to(q.dtype)

@@ -175,7 +175,7 @@ def _decode_worker(batches: list[int], tokens: int, options: list[str]) -> int:
             StepLoop(
                 ranks,
                 _NoExchange(channel, progress) if latency == NO_EXCHANGE else channel,
-                make_scheduler(plan.config, plan.model, assembly.num_pages),
+                make_scheduler(plan, assembly.num_pages),
                 assembly.runner,
                 replace(config.control, sync_latency=max(latency, 0.0)),
                 overlap=resolved(plan.config.engine.overlap),

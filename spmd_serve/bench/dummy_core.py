@@ -158,5 +158,13 @@ class DummyCore:
         return FinishReason.LENGTH if running.produced >= params.max_tokens else None
 
     def _stats(self) -> StepStats:
-        running, waiting = len(self._running), len(self._waiting)
-        return StepStats(self.steps, running, waiting, 0, 1024, 1024 - running, 0, 0, 0, self.tokens, 1e-4, 1e-5)
+        return StepStats(
+            step=self.steps,
+            running=len(self._running),
+            waiting=len(self._waiting),
+            pages_total=1024,
+            pages_free=1024 - len(self._running),
+            generation_tokens_total=self.tokens,
+            step_time=1e-4,
+            exchange_time=1e-5,
+        )

@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
     files = sorted(plan.folder.glob("*.safetensors"))
 
     def load_shard() -> int:
-        _, _, report = build_decoder(plan.config, plan.model, plan.folder, comm, plan.device)
+        _, _, report = build_decoder(plan, comm)
         if plan.device.type == "cuda":
             torch.cuda.synchronize(plan.device)
         return report.bytes_read

@@ -21,6 +21,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -102,53 +103,42 @@ def run_clients(
     """
     clients = min(clients, streams, len(bodies))
     counts = [0] * clients
-    results: list[Timings | None] = [None] * clients
-    ended = [0.0] * clients
     up = threading.Semaphore(0)
 
-    def read(index: int, process: subprocess.Popen[bytes]) -> None:
+    def read(index: int, process: subprocess.Popen[bytes]) -> tuple[Timings, float]:
+        """What a client process has seen, and when it came to its end."""
         assert process.stdout is not None
         process.stdout.readline()
         up.release()  # also if it failed
         for line in process.stdout:
             if line[:1] == b"{":
-                ended[index] = time.perf_counter()
-                results[index] = msgspec.json.decode(line, type=Timings)
-            else:
-                counts[index] = int(line)
-                progress(sum(counts))
+                return msgspec.json.decode(line, type=Timings), time.perf_counter()
+            counts[index] = int(line)
+            progress(sum(counts))
+        raise RuntimeError(f"client process {index} ended with code {process.wait()}; see its error above")
 
-    processes, readers = [], []
-    for index in range(clients):
-        process = subprocess.Popen(
-            [sys.executable, "-m", "spmd_serve.bench.client"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
-        reader = threading.Thread(target=read, args=(index, process))
-        reader.start()
-        processes.append(process)
-        readers.append(reader)
-    for index, process in enumerate(processes):
-        concurrency = streams // clients + (index < streams % clients)
-        job = Job(url, "/v1/completions", bodies[index::clients], concurrency, api_key, done_line)
-        assert process.stdin is not None
-        process.stdin.write(msgspec.json.encode(job))
-        process.stdin.flush()
-    for _ in processes:
-        up.acquire()
-    began = time.perf_counter()
-    for process in processes:
-        assert process.stdin is not None
-        process.stdin.close()
-    total = Timings()
-    for process, reader, index in zip(processes, readers, range(clients), strict=True):
-        reader.join()
-        with process:  # waits, and closes its pipes
-            pass
-        result = results[index]
-        if result is None:
-            raise RuntimeError(f"client process {index} ended with code {process.returncode}; see its error above")
-        total.add(result)
-    total.wall = max(ended) - began
+    command = [sys.executable, "-m", "spmd_serve.bench.client"]
+    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(clients)]
+    with ThreadPoolExecutor(clients) as threads:
+        readers = [threads.submit(read, index, process) for index, process in enumerate(processes)]
+        for index, process in enumerate(processes):
+            concurrency = streams // clients + (index < streams % clients)
+            job = Job(url, "/v1/completions", bodies[index::clients], concurrency, api_key, done_line)
+            assert process.stdin is not None
+            process.stdin.write(msgspec.json.encode(job))
+            process.stdin.flush()
+        for _ in processes:
+            up.acquire()
+        began = time.perf_counter()
+        for process in processes:
+            assert process.stdin is not None
+            process.stdin.close()
+        total = Timings()
+        for process, reader in zip(processes, readers, strict=True):
+            with process:  # waits, and closes its pipes
+                timings, ended = reader.result()
+            total.add(timings)
+            total.wall = max(total.wall, ended - began)
     return total
 
 

@@ -13,7 +13,7 @@ import pickle
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
@@ -226,23 +226,23 @@ def open_board(ranks: RankInfo, stopped_at: Callable[[], float | None] = lambda:
     return Board(PrefixStore(f"spmd_serve/{epoch}", root), ranks, peers, connect_epoch)
 
 
+@dataclass
 class _Patience:
     """How long the ranks wait for each other: `limit_s`, but no longer than _STOPPED_S after `stopped_at`."""
 
-    def __init__(self, limit_s: float, stopped_at: Callable[[], float | None] = lambda: None) -> None:
-        self._began = time.monotonic()
-        self._limit_s = limit_s
-        self._stopped_at = stopped_at
+    limit_s: float
+    stopped_at: Callable[[], float | None] = lambda: None
+    began: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
-        stopped_at = self._stopped_at()
+        stopped_at = self.stopped_at()
         if stopped_at is None:
-            return self._limit_s
-        return min(self._limit_s, max(0.0, stopped_at - self._began) + _STOPPED_S)
+            return self.limit_s
+        return min(self.limit_s, max(0.0, stopped_at - self.began) + _STOPPED_S)
 
     def is_over(self, extra_s: float = 0.0) -> bool:
-        return time.monotonic() > self._began + self.seconds + extra_s
+        return time.monotonic() > self.began + self.seconds + extra_s
 
 
 def _call_roll(root: Store, own: Peer, patience: _Patience) -> tuple[str, list[Peer]]:

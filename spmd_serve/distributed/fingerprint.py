@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 import spmd_serve
+from spmd_serve.config import Config, flag_name
 from spmd_serve.distributed.board import Board, Peer
 from spmd_serve.errors import FingerprintMismatchError
 
@@ -45,10 +46,10 @@ def model_fingerprint(model: Any, folder: Path, tokenizer_folder: Path) -> dict[
     return prints
 
 
-def options_fingerprint(config: Any) -> dict[str, str]:
+def options_fingerprint(config: Config) -> dict[str, str]:
     """Every resolved option, by its flag."""
     return {
-        "--" + option.name.replace("_", "-"): repr(getattr(getattr(config, section.name), option.name))
+        flag_name(option.name): repr(getattr(getattr(config, section.name), option.name))
         for section in dataclasses.fields(config)
         for option in dataclasses.fields(getattr(config, section.name))
     }

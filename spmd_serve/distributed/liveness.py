@@ -72,8 +72,7 @@ class Liveness:
         self._control: ControlOptions | None = None
         self._wake: Callable[[], None] = lambda: None
         self._leaving = False
-        self._suspects = False
-        self._timed_out = False
+        self._peer_error: BaseException | None = None  # which the main thread got from a collective
         self._concluding = False
         self._leaving_together = False
         self._reported_at = 0.0
@@ -119,7 +118,7 @@ class Liveness:
                 board.say_gone()
         self.leave()
         code = self.failure.exit_code if self.failure else 0
-        _exit_after(START_STOP_S, code, "")
+        _exit_after(START_STOP_S, code)
         return code
 
     def _await(self, come: Callable[[], bool]) -> None:
@@ -147,8 +146,7 @@ class Liveness:
         details = "" if isinstance(exc, SpmdServeError) else "".join(traceback.format_exception(exc)).rstrip()
         own = Failure(self._own.rank, self._own.hostname, kind, message, details)
         if is_peer_error(exc):
-            self._suspects = True
-            self._timed_out = is_timeout(exc)
+            self._peer_error = exc
             self._progress.idle()  # this rank is not the one that the others wait for
             self._signals.poke()
             self._settled.wait(EXPLAIN_S)
@@ -246,7 +244,7 @@ class Liveness:
         limit = START_SILENCE_S if control is None else min(control.step_timeout, control.control_timeout)
         if self.phase is not ServicePhase.RUN:
             limit = min(limit, STOP_SILENCE_S)
-        if self._suspects:
+        if self._peer_error is not None:
             limit = SUSPECT_SILENCE_S
         quiet = now - messenger.round_at
         if messenger.error is not None or quiet > limit:
@@ -261,7 +259,7 @@ class Liveness:
             return self._silent(peer, now - heard[longest])
         if control is None:
             return None
-        if self._timed_out:
+        if self._peer_error is not None and is_timeout(self._peer_error):
             return self._name_stuck(now, "--control-timeout", control.control_timeout)
         if self._own.rank == 0 and self._progress.busy and now - self._progress.since > control.step_timeout:
             return self._name_stuck(now, "--step-timeout", control.step_timeout)
@@ -312,7 +310,7 @@ class Liveness:
             self.on_failure(str(failure))
         self._settled.set()
         self._wake()  # an idle rank 0 then finds the connection broken, and ends in good order
-        _exit_after(GRACE_S + 2 * is_own, failure.exit_code, "")
+        _exit_after(GRACE_S + 2 * is_own, failure.exit_code)
         for peer in self._neighbours:
             # A stopped process would keep torchrun waiting for 30 s. Only this job's own: the same parent started it.
             if peer.rank == failure.rank and failure.kind == "lost" and parent_of(peer.pid) == os.getppid():
@@ -324,7 +322,7 @@ def holds_up(beats: Mapping[int, Beat]) -> int:
     return min(beats, key=lambda rank: (beats[rank].waits or not beats[rank].busy, beats[rank].step, rank))
 
 
-def _exit_after(seconds: float, code: int, why: str, unless: Callable[[], bool] = lambda: False) -> None:
+def _exit_after(seconds: float, code: int, why: str = "", unless: Callable[[], bool] = lambda: False) -> None:
     """End this process by force unless it has ended by then, or `unless` says so."""
 
     def force() -> None:

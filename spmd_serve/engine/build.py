@@ -1,9 +1,10 @@
-"""From options to a ModelRunner with loaded weights."""
+"""From options and a model to a ModelRunner with loaded weights."""
 
 from __future__ import annotations
 
 import dataclasses
 import logging
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -28,6 +29,21 @@ logger = logging.getLogger(__name__)
 
 _CPU_KV_MEMORY = 2**30
 _FLASHINFER_HEAD_DIMS = (64, 128, 256)  # of its prefill kernels for Hopper
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is known before anything is loaded. `config` has no "auto" left."""
+
+    config: Config
+    model: ModelConfig
+    folder: Path
+    device: torch.device
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where tokenizer and chat template are."""
+        return Path(self.config.model.tokenizer or self.folder)
 
 
 def pick_device(name: str, local_rank: int) -> torch.device:
@@ -57,11 +73,11 @@ def pick_dtype(name: str, model: ModelConfig, device: torch.device) -> torch.dty
     return dtype if device.type == "cuda" or is_fast(dtype) else torch.float32
 
 
-def pick_kv_dtype(config: Config, model: ModelConfig, device: torch.device) -> torch.dtype:
+def pick_kv_dtype(plan: Plan) -> torch.dtype:
     """The type of the KV pool's entries: the one that attention computes in, so that nothing is converted, or FP8."""
-    if config.cache.kv_dtype == "fp8":
+    if plan.config.cache.kv_dtype == "fp8":
         return FP8
-    return activation_dtype(pick_dtype(config.model.dtype, model, device), device)
+    return activation_dtype(pick_dtype(plan.config.model.dtype, plan.model, plan.device), plan.device)
 
 
 def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> Config:
@@ -145,22 +161,20 @@ def partition_of(model: ModelConfig, comm: Communicator, fp8: Fp8Format | None =
     )
 
 
-def build_decoder(
-    config: Config, model: ModelConfig, folder: Path, comm: Communicator, device: torch.device
-) -> tuple[Decoder, DecoderContext, LoadReport]:
-    """This rank's shard with its weights loaded. `config` is resolved. Collective.
+def build_decoder(plan: Plan, comm: Communicator) -> tuple[Decoder, DecoderContext, LoadReport]:
+    """This rank's shard with its weights loaded. Collective.
 
     Raises:
         ModelError: the weights do not fit the model.
     """
-    options = config.model
+    options, model, device = plan.config.model, plan.model, plan.device
     dtype = pick_dtype(options.dtype, model, device)
     fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
     partition = partition_of(model, comm, fp8)
     if device.type == "cuda" and comm.world_size > 1 and comm.one_host:
         comm.use_symmetric_memory(dtype, device)
-    attention = make_backend(config.engine.attention, device)
-    source = open_source(folder, model, options.load_format, device)
+    attention = make_backend(plan.config.engine.attention, device)
+    source = open_source(plan.folder, model, options.load_format, device)
     if model.tie_embeddings and has_own_head(source, model, partition.vocab):
         model = dataclasses.replace(model, tie_embeddings=False)
     context = DecoderContext(model, partition, comm, attention, dtype, device, fp8)
@@ -172,44 +186,41 @@ def build_decoder(
     return decoder, context, report
 
 
-def build_runner(
-    config: Config, model: ModelConfig, folder: Path, comm: Communicator, device: torch.device
-) -> ModelRunner:
-    """Build this rank's shard and load its weights. `config` is resolved. Collective.
+def build_runner(plan: Plan, comm: Communicator) -> ModelRunner:
+    """Build this rank's shard and load its weights. Collective.
 
     Raises:
         ModelError: the weights do not fit the model.
     """
-    options, scheduler = config.model, config.scheduler
-    decoder, context, _ = build_decoder(config, model, folder, comm, device)
+    model, config = plan.model, plan.config
+    decoder, context, _ = build_decoder(plan, comm)
     limits = RunnerLimits(
         page_size=config.cache.page_size,
-        max_num_seqs=scheduler.max_num_seqs,
-        max_model_len=resolved(options.max_model_len),
-        max_batch_tokens=resolved(scheduler.max_batch_tokens),
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=resolved(config.model.max_model_len),
+        max_batch_tokens=resolved(config.scheduler.max_batch_tokens),
     )
-    grammars = Grammars(Path(options.tokenizer or folder), model.vocab_size, model.eos_token_ids)
-    kv_dtype = pick_kv_dtype(config, model, device)
-    return ModelRunner(model, context.partition, decoder, context.attention, comm, limits, grammars, kv_dtype, device)
+    grammars = Grammars(plan.tokenizer_folder, model.vocab_size, model.eos_token_ids)
+    return ModelRunner(
+        model, context.partition, decoder, context.attention, comm, limits, grammars, pick_kv_dtype(plan), plan.device
+    )
 
 
-def count_pages(
-    config: Config, model: ModelConfig, runner: ModelRunner, comm: Communicator, device: torch.device
-) -> int:
+def count_pages(plan: Plan, runner: ModelRunner, comm: Communicator) -> int:
     """Pages that all ranks can hold: the minimum over ranks. On a GPU, what is left after the largest step. Collective.
 
     Raises:
         ConfigError: not one page fits.
     """
-    cache = config.cache
+    cache = plan.config.cache
     if cache.num_pages is not None:
         return cache.num_pages
-    kv_heads = max(len(partition_of(model, comm).kv_heads), 1)
-    per_page = KVCache.bytes_per_page(model, kv_heads, cache.page_size, pick_kv_dtype(config, model, device))
+    kv_heads = max(len(partition_of(plan.model, comm).kv_heads), 1)
+    per_page = KVCache.bytes_per_page(plan.model, kv_heads, cache.page_size, pick_kv_dtype(plan))
     memory = cache.kv_memory
     if memory is None:
-        memory = _free_gpu_memory(config, runner) if device.type == "cuda" else _CPU_KV_MEMORY
-    pages = torch.tensor(memory // per_page, dtype=torch.int64, device=device)
+        memory = _free_gpu_memory(plan.config, runner) if plan.device.type == "cuda" else _CPU_KV_MEMORY
+    pages = torch.tensor(memory // per_page, dtype=torch.int64, device=plan.device)
     count = int(comm.all_reduce_min_(pages))
     if count < 1:
         raise ConfigError(

@@ -30,15 +30,14 @@ class Sampler:
         self._vocab = vocab
         self._vocab_size = vocab_size
 
-    def sample(
-        self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, slots: Tensor | None = None
-    ) -> Tensor:
+    def sample(self, logits: Tensor, temperature: Tensor, seeds: Tensor, positions: Tensor, slots: Tensor) -> Tensor:
         """Greedy (temperature 0) or temperature sampling. Collective.
 
         Args:
             logits: float32 [rows, vocabulary rows of this rank].
-            temperature, seeds, positions: [rows]; position is the index of the token being drawn in its sequence.
-            slots: [rows]: temperature and seeds are tables, and these are the rows' places in them.
+            temperature, seeds: tables, by slot.
+            positions: int64 [rows], the index of the token being drawn in its sequence.
+            slots: int64 [rows], the rows' places in the tables.
 
         Returns:
             int64 [rows], equal on all ranks.

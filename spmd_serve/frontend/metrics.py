@@ -27,10 +27,10 @@ class _EngineCollector(Collector):
     """The latest StepStats."""
 
     def __init__(self) -> None:
-        self.stats: StepStats | None = None
+        self.stats = StepStats()
 
     def collect(self) -> Iterator[Metric]:
-        s = self.stats or StepStats(0, 0, 0, 0, 0, 0, 0, 0, 0, 0)
+        s = self.stats
         used = s.pages_total - s.pages_free - s.pages_cached
         for name, text, value in (
             ("requests_running", "Sequences that are being computed", s.running),
@@ -74,29 +74,23 @@ class Metrics:
         self._first = first
         self._shared = shared
         self._engine = _EngineCollector()
-        self._finished = Counter(
+        finished = Counter(
             "spmd_serve_requests", "Sequences that ended, by outcome", ["outcome"], registry=self._registry
         )
-        self._by_reason = {reason: self._finished.labels(reason.value) for reason in FinishReason}
+        self._by_reason = {reason: finished.labels(reason.value) for reason in FinishReason}
         self._responses = Counter(
             "spmd_serve_http_responses", "HTTP responses by status", ["status"], registry=self._registry
         )
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            return Histogram(f"spmd_serve_{name}", text, buckets=buckets, registry=self._registry)
+        def histogram(name: str, text: str, buckets: tuple[float, ...], labels: tuple[str, ...] = ()) -> Histogram:
+            return Histogram(f"spmd_serve_{name}", text, labels, buckets=buckets, registry=self._registry)
 
         self.first_token = histogram("time_to_first_token_seconds", "From submission to the first token", _LATENCY)
         self.duration = histogram("request_duration_seconds", "From submission to the end of a request", _LATENCY)
         self._inter_token = histogram("inter_token_seconds", "Between a sequence's tokens", _LATENCY)
         self._step = histogram("step_seconds", "Wall time of a step", _STEP)
-        self._exchange = Histogram(
-            "spmd_serve_exchange_seconds",
-            "Time in the control exchange of a step",
-            ["rank"],
-            buckets=_STEP,
-            registry=self._registry,
-        )
-        self._exchange_of_rank0 = self._exchange.labels("0")
+        exchange = histogram("exchange_seconds", "Time in the control exchange of a step", _STEP, ("rank",))
+        self._exchange_of_rank0 = exchange.labels("0")
         self.intervals: dict[float, int] = {}
 
     def count_finish(self, reason: FinishReason) -> None:

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import asynccontextmanager
 from typing import Any
 
 import orjson
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from spmd_serve.errors import OverloadedError, RequestError
+from spmd_serve.errors import RequestError
 from spmd_serve.frontend.answers import error_body, whole_answer
 from spmd_serve.frontend.dispatcher import Dispatcher
 from spmd_serve.frontend.generation import Generation
@@ -45,10 +43,8 @@ class JsonResponse(Response):
 def error_response(error: RequestError) -> JsonResponse:
     """OpenAI's error body with the error's status."""
     headers = {}
-    if isinstance(error, OverloadedError):
+    if error.retry_after is not None:
         headers["retry-after"] = str(error.retry_after)
-    elif error.status == 503:
-        headers["retry-after"] = "1"
     if error.status == 401:
         headers["www-authenticate"] = "Bearer"
     return JsonResponse(error_body(error), status_code=error.status, headers=headers)
@@ -70,21 +66,15 @@ class GenerationResponse(Response):
         self._tokenizer = tokenizer
         self._threads = threads
         self._identity = identity
-        self._connection = generation.connection
         self.background = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with self._watched(receive):
+        watcher = asyncio.create_task(self._watch(receive))
+        try:
             if self._generation.plan.stream:
                 await self._stream(send)
             else:
                 await self._whole(scope, receive, send)
-
-    @asynccontextmanager
-    async def _watched(self, receive: Receive) -> AsyncIterator[None]:
-        watcher = asyncio.create_task(self._watch(receive))
-        try:
-            yield
         finally:
             watcher.cancel()
             self._dispatcher.release(self._generation)
@@ -117,7 +107,7 @@ class GenerationResponse(Response):
         through a dozen coroutines of the framework, would cost more than all the rest. The task takes over whenever
         the connection is full, and at the end.
         """
-        generation, connection = self._generation, self._connection
+        generation, connection = self._generation, self._generation.connection
         stream = EventStream(generation, self._identity, self._tokenizer)
         loop = asyncio.get_running_loop()
 

@@ -66,14 +66,14 @@ class TextTokenizer:
     def _make_table(self) -> ByteTable | None:
         """Bytes of every id, or None for a decoder that is not the concatenation of its tokens' bytes."""
         own = self._tokenizer.decoder
-        decoder = None if own is None else json.loads(own.__getstate__())  # to_str() would write the vocabulary too
+        decoder = {} if own is None else json.loads(own.__getstate__())  # to_str() would write the vocabulary too
+        parts = decoder.get("decoders", [])  # of a Sequence
         # A whole text begins without the space that SentencePiece puts before it; a continuation keeps it.
-        self._strips_space = any(d["type"] == "Strip" and d["start"] for d in (decoder or {}).get("decoders", []))
-        kinds = [d["type"] for d in decoder["decoders"]] if decoder and decoder["type"] == "Sequence" else []
-        kind = decoder["type"] if decoder and not kinds else None
+        self._strips_space = any(part["type"] == "Strip" and part["start"] for part in parts)
+        kinds = [part["type"] for part in parts]
         size = max(self.vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=True))
         tokens = [self._tokenizer.id_to_token(i) or "" for i in range(size)]
-        if kind == "ByteLevel" or kinds == ["ByteLevel"]:
+        if decoder.get("type") == "ByteLevel" or kinds == ["ByteLevel"]:
             alphabet = byte_level_alphabet()
             return ByteTable([byte_level_bytes(token, alphabet) for token in tokens])
         if "ByteFallback" in kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:

@@ -137,31 +137,30 @@ class Attention:
             if self.heads_norm is not None:
                 self.heads_norm(x[:, :0])
             return torch.zeros_like(step.keep(x))
-        k_cache, v_cache = kv
         qkv = self.qkv(x, norm=norm)
         if self.heads_norm is not None:
             qkv = self.heads_norm(qkv)
-        out = step.keep(self._attend(qkv, step, k_cache, v_cache))
+        out = step.keep(self._attend(qkv, step, kv))
         return self.o(out.view(out.shape[0], -1), residual=residual, following=following)
 
-    def _attend(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def _attend(self, qkv: Tensor, step: StepTensors, kv: Pair) -> Tensor:
         """K and V into the cache, and each row's attention: [tokens, q_heads, head_dim]."""
         attention = self._ctx.attention
         if not attention.fuses_decode:
             cache = self._cache_gpu if qkv.is_cuda else self._cache
-            return attention.attend(cache(qkv, step, k_cache, v_cache), k_cache, v_cache, self.spec)
+            return attention.attend(cache(qkv, step, kv), *kv, self.spec)
         decodes = step.num_decodes
         rotation = self._rotation(step.positions[:decodes])
         if decodes == qkv.shape[0]:
-            return attention.decode(qkv, rotation, k_cache, v_cache, self.spec)
+            return attention.decode(qkv, rotation, *kv, self.spec)
         out = qkv.new_empty(qkv.shape[0], self._q_heads, self._head_dim)
-        q = self._cache_gpu(qkv[decodes:], step.without_decodes(), k_cache, v_cache)
-        attention.attend(q, k_cache, v_cache, self.spec, out[decodes:])
+        q = self._cache_gpu(qkv[decodes:], step.without_decodes(), kv)
+        attention.attend(q, *kv, self.spec, out[decodes:])
         if decodes:
-            attention.decode(qkv[:decodes], rotation, k_cache, v_cache, self.spec, out[:decodes])
+            attention.decode(qkv[:decodes], rotation, *kv, self.spec, out[:decodes])
         return out
 
-    def _cache(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def _cache(self, qkv: Tensor, step: StepTensors, kv: Pair) -> Tensor:
         """QK-norm, rotation, K and V into the cache; returns q, [tokens, q_heads, head_dim]."""
         heads = qkv.view(qkv.shape[0], -1, self._head_dim)
         split = self._q_heads + self._kv_heads
@@ -170,19 +169,18 @@ class Attention:
             qk = torch.cat((self.q_norm(qk[:, : self._q_heads]), self.k_norm(qk[:, self._q_heads :])), dim=1)
         if self.layer.rope is not None:
             qk = rotate(qk, *step.ropes[self.layer.rope])
-        store(k_cache, step.kv_locations, qk[:, self._q_heads :])
-        store(v_cache, step.kv_locations, v)
+        store(kv[0], step.kv_locations, qk[:, self._q_heads :])
+        store(kv[1], step.kv_locations, v)
         return qk[:, : self._q_heads]
 
-    def _cache_gpu(self, qkv: Tensor, step: StepTensors, k_cache: Tensor, v_cache: Tensor) -> Tensor:
+    def _cache_gpu(self, qkv: Tensor, step: StepTensors, kv: Pair) -> Tensor:
         """`_cache` in one kernel."""
         rotation = self._rotation(step.positions)
         return rope_and_cache(
             qkv,
             rotation.positions,
             step.kv_locations,
-            k_cache,
-            v_cache,
+            *kv,
             rope_table=rotation.rope_table,
             q_scale=rotation.q_scale,
             k_scale=rotation.k_scale,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from spmd_serve.errors import UnsupportedModelError, WeightsError
 from spmd_serve.kernels.fp8 import FP8, Fp8Format
 from spmd_serve.models.model_config import ModelConfig
-from spmd_serve.models.sources import Index, TensorSource
+from spmd_serve.models.sources import Index, SafetensorsSource
 
 _SCALES = ("_scale", "_scale_inv")  # appended to the weight's name
 # Activations are scaled as they come.
@@ -69,35 +70,22 @@ def fp8_format(model: ModelConfig, *, requested: bool, gpu: bool) -> Fp8Format |
     return Fp8Format(checkpoint.block[1] if checkpoint is not None and checkpoint.block else None)
 
 
-class Fp8Source:
-    """A source that shows the weights as float32, and on request as they are."""
+class Fp8Source(SafetensorsSource):
+    """Files that show their weights as float32, and on request as they are; the scales are not among the tensors."""
 
-    has_any = False
-
-    def __init__(self, inner: TensorSource, checkpoint: Fp8Checkpoint) -> None:
-        self._inner = inner
+    def __init__(self, folder: Path, checkpoint: Fp8Checkpoint) -> None:
+        super().__init__(folder)
         self._block = checkpoint.block
-        names = set(inner.names())
-        self._scale_of = {
-            name: name + suffix
-            for name in names
-            for suffix in _SCALES
-            if name.endswith(".weight") and name + suffix in names
-        }
-        self._names = sorted(n for n in names - set(self._scale_of.values()) if not n.endswith(_NOT_USED))
-
-    @property
-    def bytes_read(self) -> int:
-        return self._inner.bytes_read
+        names = set(super().names())
+        weights = [name for name in names if name.endswith(".weight")]
+        self._scale_of = {name: name + suffix for name in weights for suffix in _SCALES if name + suffix in names}
 
     def names(self) -> list[str]:
-        return self._names
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return self._inner.shape(name)
+        scales = set(self._scale_of.values())
+        return [name for name in super().names() if name not in scales and not name.endswith(_NOT_USED)]
 
     def read(self, name: str, index: Index) -> Tensor:
-        values = self._inner.read(name, index)
+        values = super().read(name, index)
         if name not in self._scale_of:
             if values.dtype == FP8:
                 raise WeightsError(f"tensor {name} is FP8 but has no {name}_scale; fetch the checkpoint again")
@@ -119,15 +107,15 @@ class Fp8Source:
         if not fits:
             return None
         by_row = torch.arange(rows.start, rows.stop) // row_block - rows.start // row_block
-        return self._inner.read(name, index), scales[by_row]
+        return super().read(name, index), scales[by_row]
 
     def _scales(self, name: str, index: Index) -> tuple[int, int, Tensor]:
         """Rows and columns that share a scale, and the float32 scales [blocks, blocks] that the slice touches."""
         rows, columns = index
         scale_name = self._scale_of[name]
-        shape, size = self._inner.shape(scale_name), self.shape(name)
+        shape, size = self.shape(scale_name), self.shape(name)
         if all(n == 1 for n in shape):
-            whole = self._inner.read(scale_name, tuple(slice(0, n) for n in shape))
+            whole = super().read(scale_name, tuple(slice(0, n) for n in shape))
             return size[0], max(size[1], 1), whole.float().reshape(1, 1)
         row_block, column_block = self._block or (1, size[1])
         expected = (-(-size[0] // row_block), -(-size[1] // column_block))
@@ -137,5 +125,5 @@ class Fp8Source:
             slice(rows.start // row_block, -(-rows.stop // row_block)),
             slice(columns.start // column_block, -(-columns.stop // column_block)),
         )
-        part = self._inner.read(scale_name, touched[: len(shape)])
+        part = super().read(scale_name, touched[: len(shape)])
         return row_block, column_block, part.float().reshape(touched[0].stop - touched[0].start, -1)

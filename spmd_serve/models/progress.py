@@ -13,7 +13,7 @@ _LOG_EVERY_S = 5.0
 
 
 @contextmanager
-def byte_progress(label: str, total: int, *, show: bool = True) -> Iterator[Callable[[int], None]]:
+def byte_progress(label: str, total: int, *, show: bool) -> Iterator[Callable[[int], None]]:
     """Yields `advance(bytes)`. `total` is in bytes; nothing is shown when `show` is False."""
     if not show:
         yield lambda count: None

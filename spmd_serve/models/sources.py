@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,41 +18,39 @@ from spmd_serve.errors import WeightsError
 Index = tuple[slice, ...]
 
 
-class TensorSource(Protocol):
+class TensorSource(ABC):
     """Named tensors of which slices can be read."""
 
-    has_any: bool  # True: any name and shape that is asked for exists (random weights), so nothing can be missing
+    has_any = False  # True: any name and shape that is asked for exists (random weights), so nothing can be missing
+    bytes_read = 0  # of all slices read so far, as stored
 
-    @property
-    def bytes_read(self) -> int:
-        """Bytes of all slices read so far, as stored."""
-
+    @abstractmethod
     def names(self) -> list[str]:
         """All tensor names, sorted: Hugging Face's, of the text model alone, experts named as in Qwen3-MoE."""
 
+    @abstractmethod
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape of the whole tensor."""
 
+    @abstractmethod
     def read(self, name: str, index: Index) -> Tensor:
         """The slice `index` (one slice per dimension, with concrete start and stop), in the checkpoint's dtype."""
 
     def read_fp8(self, name: str, index: Index, block: int | None) -> tuple[Tensor, Tensor] | None:
         """Values and scales of a slice of a matrix as in Fp8Weight, or None if they are not stored in that way."""
+        return None
 
 
-class SafetensorsSource:
+class SafetensorsSource(TensorSource):
     """The *.safetensors files of a folder: a single one, or shards with an index.
 
     Raises:
         WeightsError: no such files, shards missing, or a file that is damaged.
     """
 
-    has_any = False
-
     def __init__(self, folder: Path) -> None:
         self._where: dict[str, tuple[Any, str]] = {}  # canonical name -> (open file, name in the file)
         self._shapes: dict[str, tuple[int, ...]] = {}
-        self.bytes_read = 0
         for path in _safetensors_files(folder):
             try:
                 handle: Any = safe_open(path, framework="pt")
@@ -84,9 +83,6 @@ class SafetensorsSource:
             raise WeightsError(f"tensor {name} cannot be read ({error}); fetch the checkpoint again") from error
         self.bytes_read += tensor.nbytes
         return tensor
-
-    def read_fp8(self, name: str, index: Index, block: int | None) -> tuple[Tensor, Tensor] | None:
-        return None
 
 
 def _safetensors_files(folder: Path) -> list[Path]:
@@ -132,7 +128,7 @@ def _canonical_name(name: str) -> str | None:
     return name
 
 
-class DummySource:
+class DummySource(TensorSource):
     """Random weights for a model that is known by its config alone.
 
     Every element is a pure function of (name, position), so slices equal slices of the whole at any rank count.
@@ -141,7 +137,6 @@ class DummySource:
     """
 
     has_any = True
-    bytes_read = 0
     _PERIOD = 1 << 22
 
     def __init__(self, norm_offset: float, device: torch.device | str = "cpu") -> None:
@@ -171,9 +166,6 @@ class DummySource:
         starts = (rows * 2_654_435_761 + zlib.crc32(name.encode()) + columns.start) % self._PERIOD
         windows = self._table.as_strided((self._PERIOD, sizes[-1]), (1, 1))
         return windows[starts].reshape(sizes)
-
-    def read_fp8(self, name: str, index: Index, block: int | None) -> tuple[Tensor, Tensor] | None:
-        return None
 
 
 def listing(names: Sequence[str], limit: int = 20) -> str:

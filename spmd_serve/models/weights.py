@@ -66,11 +66,11 @@ def open_source(folder: Path, model: ModelConfig, load_format: str, device: torc
     """
     if load_format == "dummy":
         return DummySource(model.norm_offset, device)
-    source = SafetensorsSource(folder)
+    checkpoint = fp8_checkpoint(model.quantization)
+    source = SafetensorsSource(folder) if checkpoint is None else Fp8Source(folder, checkpoint)
     if model.tie_embeddings:
         source.stand_in(_HEAD, _EMBEDDING)  # some tools keep the one, some the other
-    checkpoint = fp8_checkpoint(model.quantization)
-    return source if checkpoint is None else Fp8Source(source, checkpoint)
+    return source
 
 
 def has_own_head(source: TensorSource, model: ModelConfig, vocab: range) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from spmd_serve.config import SchedulerOptions
 from spmd_serve.scheduler.sequence import Sequence
 from spmd_serve.types import Finish, FinishReason, Request
@@ -9,42 +11,33 @@ from spmd_serve.types import Finish, FinishReason, Request
 _TOKEN_BYTES = 4  # Request.prompt is int32
 
 
+@dataclass
 class Intake:
     """The limits that requests are held against.
 
-    Args:
+    Attributes:
         options: policy and default deadline.
         capacity: tokens that the KV pool holds.
         max_model_len: context length in tokens.
         short_context: see ModelConfig.short_context.
         eos_token_ids: ids that end a sequence unless it ignores them.
         prefix_cache, overlap: as the Scheduler has them.
+        arrived: how many sequences were made.
     """
 
-    def __init__(
-        self,
-        options: SchedulerOptions,
-        *,
-        capacity: int,
-        max_model_len: int,
-        short_context: int,
-        eos_token_ids: tuple[int, ...],
-        prefix_cache: bool,
-        overlap: bool,
-    ) -> None:
-        self._options = options
-        self._capacity = capacity
-        self._max_model_len = max_model_len
-        self._short_context = short_context
-        self._eos = frozenset(eos_token_ids)
-        self._prefix_cache = prefix_cache
-        self._overlap = overlap
-        self._arrived = 0
+    options: SchedulerOptions
+    capacity: int
+    max_model_len: int
+    short_context: int
+    eos_token_ids: frozenset[int]
+    prefix_cache: bool
+    overlap: bool
+    arrived: int = 0
 
     def refuse(self, request: Request, *, draining: bool, waiting: int, free_rows: int) -> Finish | None:
         """The terminal output of a request that can not run, or must not wait; None if it may go on."""
         length = len(request.prompt) // _TOKEN_BYTES
-        longest = min(self._max_model_len - (request.params.max_tokens > 0), self._capacity)
+        longest = min(self.max_model_len - (request.params.max_tokens > 0), self.capacity)
         if draining:
             message, code = "the server is shutting down; ask another one", "draining"
         elif length == 0:
@@ -52,10 +45,10 @@ class Intake:
         elif length > longest:
             message = (
                 f"the prompt has {length} tokens; at most {longest} fit "
-                f"(context {self._max_model_len}, KV pool {self._capacity} tokens)"
+                f"(context {self.max_model_len}, KV pool {self.capacity} tokens)"
             )
             code = "context_length"
-        elif waiting >= self._options.max_queue + free_rows:  # those that get a row at once do not wait
+        elif waiting >= self.options.max_queue + free_rows:  # those that get a row at once do not wait
             message, code = f"{waiting} requests are waiting already; try again later", "overloaded"
         else:
             return None
@@ -63,23 +56,23 @@ class Intake:
 
     def make_sequence(self, request: Request, now: float) -> Sequence:
         """A new Sequence. `now` is rank 0's time in seconds."""
-        options, params = self._options, request.params
-        order = (request.priority if options.schedule == "priority" else 0, self._arrived)
-        self._arrived += 1
+        options, params = self.options, request.params
+        order = (request.priority if options.schedule == "priority" else 0, self.arrived)
+        self.arrived += 1
         deadline = request.deadline
         if deadline is None and options.request_timeout is not None:
             deadline = now + options.request_timeout
         # The last token's KV is never needed, hence one token more than the pool holds.
-        longest = min(self._max_model_len, self._capacity + 1)
+        longest = min(self.max_model_len, self.capacity + 1)
         limit = min(len(request.prompt) // _TOKEN_BYTES + params.max_tokens, longest)
         return Sequence(
             request,
             order=order,
             deadline=deadline,
             limit=limit,
-            switch_at=self._short_context or limit,
-            stop_ids=params.stop_ids(self._eos),
+            switch_at=self.short_context or limit,
+            stop_ids=params.stop_ids(self.eos_token_ids),
             # Logprobs of the prompt need its logits: nothing is reused, and the same request has the same values twice.
-            use_cache=self._prefix_cache and params.prompt_logprobs is None,
-            synchronous=self._overlap and params.grammar is not None,
+            use_cache=self.prefix_cache and params.prompt_logprobs is None,
+            synchronous=self.overlap and params.grammar is not None,
         )

@@ -38,7 +38,7 @@ from spmd_serve.types import (
 _DECODE, _FINISHED = SequenceStatus.DECODE, SequenceStatus.FINISHED
 
 
-class _Flight(NamedTuple):
+class _StepInFlight(NamedTuple):
     """A step that was planned and not committed: the sequences behind the batch's rows."""
 
     batch: ScheduledBatch
@@ -87,7 +87,7 @@ class Scheduler:
             capacity=self._tables.capacity,
             max_model_len=max_model_len,
             short_context=short_context,
-            eos_token_ids=eos_token_ids,
+            eos_token_ids=frozenset(eos_token_ids),
             prefix_cache=prefix_cache,
             overlap=overlap,
         )
@@ -101,7 +101,7 @@ class Scheduler:
         self._running: list[Sequence] = []  # sorted by Sequence.order
         self._prefilling: list[Sequence] = []  # those of them whose prompts are not planned to the end
         self._decoding = Decoding()
-        self._flights: deque[_Flight] = deque()
+        self._in_flight: deque[_StepInFlight] = deque()
         self._digest = RollingDigest(digest)
         self._outbox = Outbox()
         self._preempted_total = 0
@@ -111,7 +111,7 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         """Whether a request has not ended or a step is not committed."""
-        return bool(self._live or self._flights)
+        return bool(self._live or self._in_flight)
 
     @property
     def is_pure_decode(self) -> bool:
@@ -190,7 +190,7 @@ class Scheduler:
         Returns:
             None when there is nothing to compute (all rows may be waiting for a commit).
         """
-        assert len(self._flights) <= self._overlap, "schedule() came before the commit of an older step"
+        assert len(self._in_flight) <= self._overlap, "schedule() came before the commit of an older step"
         step, self._step = self._step, self._step + 1
         preempted = self._preempted_total
         new_rows: list[NewRow] = []
@@ -212,7 +212,7 @@ class Scheduler:
         if parts:
             self._prefilling = [s for s in self._prefilling if s.status is SequenceStatus.PREFILL]
         batch = ScheduledBatch(step, decode_slots, chunks, new_rows, self._tables.take_writes())
-        self._flights.append(_Flight(batch, decodes, [sequence for sequence, _ in parts]))
+        self._in_flight.append(_StepInFlight(batch, decodes, [sequence for sequence, _ in parts]))
         self._digest.fold_plan(batch)
         return batch
 
@@ -282,18 +282,7 @@ class Scheduler:
         sequence.planned = sequence.committed_chunk = sequence.num_shared * self._tables.page_size
         if sequence.cached_tokens is None:
             sequence.cached_tokens = sequence.planned
-        new_rows.append(
-            NewRow(
-                sequence.slot,
-                sequence.uid,
-                sequence.params,
-                sequence.tokens,
-                sequence.prefill_end,
-                sequence.num_prompt,
-                sequence.planned,
-                sequence.rope_offset,
-            )
-        )
+        new_rows.append(sequence.new_row())
         return True
 
     def _plan_chunk(self, sequence: Sequence, size: int) -> PrefillChunk:
@@ -312,18 +301,18 @@ class Scheduler:
 
     def commit(self, batch: ScheduledBatch, result: StepTokens) -> None:
         """Take in what the oldest step in flight sampled. Tokens of sequences that have ended are dropped."""
-        flight = self._flights.popleft()
-        assert flight.batch is batch, (
-            f"step {batch.step} committed, but step {flight.batch.step} is the oldest in flight"
+        oldest = self._in_flight.popleft()
+        assert oldest.batch is batch, (
+            f"step {batch.step} committed, but step {oldest.batch.step} is the oldest in flight"
         )
         assert len(result.tokens) == batch.num_sampled, f"{len(result.tokens)} tokens for {batch.num_sampled} rows"
         self._digest.fold_tokens(batch.step, result.tokens)
         for i, prompt_logprobs in result.prompt_logprobs.items():
-            self._outbox.add_prompt_logprobs(flight.chunks[i], batch.chunks[i], prompt_logprobs)
-        sampled = flight.decodes
-        if flight.chunks:
-            sampled = sampled + [s for s, chunk in zip(flight.chunks, batch.chunks, strict=True) if chunk.samples]
-            for sequence, chunk in zip(flight.chunks, batch.chunks, strict=True):
+            self._outbox.add_prompt_logprobs(oldest.chunks[i], batch.chunks[i], prompt_logprobs)
+        sampled = oldest.decodes
+        if oldest.chunks:
+            sampled = sampled + [s for s, chunk in zip(oldest.chunks, batch.chunks, strict=True) if chunk.samples]
+            for sequence, chunk in zip(oldest.chunks, batch.chunks, strict=True):
                 self._commit_chunk(sequence, chunk)
         if result.logprobs:
             self._outbox.add_logprobs(sampled, result.logprobs)
@@ -418,5 +407,5 @@ class Scheduler:
         slots = sorted([s.slot for s in running] + self._free_slots)
         assert slots == list(range(len(slots))), "a row is lost or owned twice"
         for s in running:
-            assert s.planned <= len(s.tokens) + len(self._flights) and len(s.tokens) <= s.limit
+            assert s.planned <= len(s.tokens) + len(self._in_flight) and len(s.tokens) <= s.limit
         assert sum(s.deadline is not None for s in self._live.values()) == len(self._deadlines)

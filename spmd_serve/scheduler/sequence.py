@@ -6,7 +6,7 @@ from array import array
 from dataclasses import InitVar, dataclass, field
 from enum import Enum
 
-from spmd_serve.types import Request, SamplingParams
+from spmd_serve.types import NewRow, Request, SamplingParams
 
 
 class SequenceStatus(Enum):
@@ -92,6 +92,19 @@ class Sequence:
     def __lt__(self, other: Sequence) -> bool:
         """Order of service: for bisect in the scheduler's sorted lists."""
         return self.order < other.order
+
+    def new_row(self) -> NewRow:
+        """What the engine must know when the sequence has got a row and pages."""
+        return NewRow(
+            self.slot,
+            self.uid,
+            self.params,
+            self.tokens,
+            self.prefill_end,
+            self.num_prompt,
+            self.planned,
+            self.rope_offset,
+        )
 
     @property
     def left_order(self) -> tuple[int, int, int]:

@@ -112,7 +112,7 @@ def _replace_runner() -> None:
             if FAULT == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    def build_runner(config: object, model: object, folder: object, comm: object, device: object) -> TinyRunner:
+    def build_runner(plan: object, comm: object) -> TinyRunner:
         if FAULT == "slowload":
             print("loading slowly", flush=True)
             time.sleep(60)

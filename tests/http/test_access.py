@@ -15,7 +15,7 @@ from support.fake_service import MODEL, FakeService, bundled_tokenizer
 from support.server import wait_until
 
 from spmd_serve.config import Config, ServerOptions
-from spmd_serve.frontend import body, dispatcher, http_server
+from spmd_serve.frontend import body, dispatcher, http_protocol
 
 Start = Callable[..., FakeService]
 BODY = {"prompt": "hello", "max_tokens": 3}
@@ -140,7 +140,7 @@ def test_connections_are_bounded(start: Start) -> None:
 
 
 def test_silent_connections_are_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "HEAD_TIMEOUT", 0.2)
+    monkeypatch.setattr(http_protocol, "HEAD_TIMEOUT", 0.2)
     service = start()
     with socket.create_connection(address(service), timeout=5) as silent, contextlib.suppress(ConnectionResetError):
         silent.sendall(b"POST /v1/comp")
@@ -191,7 +191,7 @@ def test_a_client_that_does_not_read_is_cut_off(start: Start, monkeypatch: pytes
 
 
 def test_a_whole_answer_that_nobody_reads_is_dropped(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(http_server, "UNREAD_LIMIT", 0.2)
+    monkeypatch.setattr(http_protocol, "UNREAD_LIMIT", 0.2)
     service = start()
     longest = max(range(49152), key=lambda i: len(bundled_tokenizer().token_bytes(i)))
     with contextlib.ExitStack() as stack:

@@ -18,7 +18,6 @@ from spmd_serve.kernels.linear import Norm
 from spmd_serve.models.fp8 import Fp8Source, fp8_checkpoint, fp8_format
 from spmd_serve.models.model_config import ModelConfig
 from spmd_serve.models.registry import load_model_config
-from spmd_serve.models.sources import SafetensorsSource
 from spmd_serve.models.weights import WeightPiece, load_weights
 
 CPU = torch.device("cpu")
@@ -96,7 +95,7 @@ def write_checkpoint(folder: Path, kind: str) -> torch.Tensor:
 def open_fp8(folder: Path, kind: str) -> Fp8Source:
     checkpoint = fp8_checkpoint(BLOCKED if kind == "block" else compressed(kind))
     assert checkpoint is not None
-    return Fp8Source(SafetensorsSource(folder), checkpoint)
+    return Fp8Source(folder, checkpoint)
 
 
 KINDS = ["channel", "channel 1-d", "tensor", "scalar", "block"]

@@ -27,10 +27,10 @@ def draw_on(
     """What the runner does with the logits of one step: filter, then draw. `logits`: of the whole vocabulary."""
     sampler = Sampler(comm, shard, logits.shape[1])
     own = logits[:, shard.start : shard.stop].clone()
-    filters = tables(params)
-    sampler.filter_(own, filters, torch.arange(len(params)))
+    filters, slots = tables(params), torch.arange(len(params))
+    sampler.filter_(own, filters, slots)
     seeds = torch.tensor([p.seed for p in params])
-    return sampler.sample(own, filters.temperature, seeds, positions)
+    return sampler.sample(own, filters.temperature, seeds, positions, slots)
 
 
 def tables(params: list[SamplingParams]) -> Filters:
