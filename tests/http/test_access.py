@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import resource
 import socket
 import time
 from collections.abc import Callable
@@ -15,7 +16,7 @@ from support.fake_service import MODEL, FakeService, bundled_tokenizer
 from support.server import wait_until
 
 from spmd_serve.config import Config, ServerOptions
-from spmd_serve.frontend import body, dispatcher, http_server
+from spmd_serve.frontend import body, dispatcher, http_server, server
 
 Start = Callable[..., FakeService]
 BODY = {"prompt": "hello", "max_tokens": 3}
@@ -137,6 +138,27 @@ def test_connections_are_bounded(start: Start) -> None:
             assert answer.startswith(b"HTTP/1.1 503") and b"--max-connections" in answer
             assert sixth.recv(1) == b""
     wait_until("there is room again", lambda: httpx.get(f"{service.url}/health").status_code == 200, 3)
+
+
+def test_a_low_limit_of_open_files_is_raised(start: Start) -> None:
+    """Most shells have 1,024, which is fewer than the connections that are allowed."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limit[1]))
+    try:
+        service = start(Config(server=ServerOptions(frontend="process", max_connections=200)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(address(service), 10)) for _ in range(150)]
+        for connection in connections:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert all(connection.recv(12) == b"HTTP/1.1 200" for connection in connections)
+
+
+def test_a_limit_that_cannot_be_raised_is_told(start: Start, caplog: pytest.LogCaptureFixture) -> None:
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    start(Config(server=ServerOptions(max_connections=most)))
+    assert "ulimit -Hn" in caplog.text and f"about {most - server.OWN_FILES} " in caplog.text
 
 
 def test_silent_connections_are_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
