@@ -53,6 +53,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run this rank to its end. Returns its exit code."""
     # Read when torch is imported. Lost connections are told by us.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Of another program, as images for other servers set it: prometheus_client, which reads it when it is imported, would keep
+    # our numbers in that program's files, and go on counting from those of an earlier process with the same id.
+    for name in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
+        os.environ.pop(name, None)
     signals = StopSignals()
     signals.install()
     try:
