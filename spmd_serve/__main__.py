@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn, TypeVar
 
 from spmd_serve.config import Config, parse_args
-from spmd_serve.distributed.process import leave_process, say_error
+from spmd_serve.distributed.process import fill_standard_files, leave_process, say_error
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
 from spmd_serve.errors import REFUSALS, REFUSED, ConfigError, FrontendError, RankLostError, SpmdServeError
@@ -51,6 +51,7 @@ class _Over(NamedTuple):
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run this rank to its end. Returns its exit code."""
+    fill_standard_files()
     # Read when torch is imported. Lost connections are told by us.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     # Of another program, as images for other servers set it: prometheus_client, which reads it when it is imported, would keep

@@ -13,6 +13,16 @@ from typing import NoReturn
 from spmd_serve.errors import REFUSED
 
 
+def fill_standard_files() -> None:
+    """Put /dev/null where standard input, output or errors are closed, as some supervisors start a program.
+
+    Else the next pipe or socket gets the number, and what a library writes for the user goes to whoever is at its other end.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+
+
 def leave_process(code: int) -> NoReturn:
     """End this process, past library threads and the interpreter's own way out, which may hang or abort on them."""
     for stream in (sys.stdout, sys.stderr):

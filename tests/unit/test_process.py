@@ -55,6 +55,19 @@ def test_nor_does_a_reader_that_has_gone() -> None:
     assert (done.returncode, done.stderr) == (3, b"")
 
 
+def test_no_pipe_of_ours_takes_the_place_of_a_closed_output(tmp_path: Path) -> None:
+    """What a library writes there would be taken for signals, or go to another rank."""
+    code = (
+        "import os, sys; from spmd_serve.__main__ import main; main(['--help'])\n"
+        "open(sys.argv[1], 'w').write(' '.join(os.readlink(f'/proc/self/fd/{i}') for i in range(3)))"
+    )
+    for closed, left in (("<&- >&- 2>&-", []), (">&-", [0, 2])):
+        command = ["sh", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, str(tmp_path / "names")]
+        subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, check=True, timeout=60)
+        names = (tmp_path / "names").read_text().split()
+        assert [i for i, name in enumerate(names) if name != os.devnull] == left
+
+
 @pytest.mark.parametrize(
     ("own", "files", "cores"),
     [
