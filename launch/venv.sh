@@ -188,6 +188,9 @@ install_everything() { # install_everything SUM EXTRA...
 
 # ensure_python [EXTRA...]: sets PYTHON, an interpreter that can run spmd_serve (and the extras' tools).
 ensure_python() {
+    # What lies in the folder that the script is called from is none of Python's modules: a random.py of the user's, or, in the
+    # folder above this checkout, "spmd_serve" itself.
+    export PYTHONSAFEPATH=1
     if [ -n "${PYTHON:-}" ]; then
         command -v "$PYTHON" >/dev/null || die "there is no interpreter PYTHON=$PYTHON; correct it, or unset it to let .venv be made"
         export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
