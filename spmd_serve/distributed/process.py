@@ -53,7 +53,8 @@ def _tell_launcher(code: int) -> int:
 def say_error(program: str, exc: object) -> str:
     """One line on stderr, of what the user can mend, and the same for torchrun. Returns it without the program's name."""
     told = " ".join(str(exc).split())
-    print(f"{program}: error: {told}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it; torchrun and the exit code say so as well
+        print(f"{program}: error: {told}", file=sys.stderr, flush=True)
     tell_torchrun(f"{program}: error: {told}")
     return told
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from spmd_serve.distributed.process import usable_cores
+from spmd_serve.errors import REFUSED
 
 ALL = len(os.sched_getaffinity(0))
 LEAVE = "from spmd_serve.distributed.process import leave_process; print('last words'); leave_process(3)"
@@ -53,6 +54,12 @@ def test_nor_does_a_reader_that_has_gone() -> None:
     finally:
         os.close(into)
     assert (done.returncode, done.stderr) == (3, b"")
+
+
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
+def test_nor_does_an_error_that_cannot_be_told(redirection: str) -> None:
+    command = ["sh", "-c", f'exec "$0" -m spmd_serve --no-such-option {redirection}', sys.executable]
+    assert subprocess.run(command, timeout=60).returncode == REFUSED
 
 
 def test_no_pipe_of_ours_takes_the_place_of_a_closed_output(tmp_path: Path) -> None:
