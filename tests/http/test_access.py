@@ -161,6 +161,14 @@ def test_a_limit_that_cannot_be_raised_is_told(start: Start, caplog: pytest.LogC
     assert "ulimit -Hn" in caplog.text and f"about {most - server.OWN_FILES} " in caplog.text
 
 
+@pytest.mark.parametrize("name", ["localhost", "no.such.host.invalid"])
+def test_the_url_of_all_addresses_has_a_name_that_resolves(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    (listener,) = http_server.bind("0.0.0.0", 0, 1)
+    with listener:
+        assert server.url_of(listener) == f"http://localhost:{listener.getsockname()[1]}"
+
+
 def test_silent_connections_are_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(http_server, "HEAD_TIMEOUT", 0.2)
     service = start()
