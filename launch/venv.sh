@@ -2,6 +2,7 @@
 # The Python environment of all launch scripts: made when missing, renewed when pyproject.toml changed, else used at once.
 # Sourced by the other scripts (ensure_python); run by itself it only prepares the environment.
 
+unset CDPATH # by it cd goes elsewhere, and prints where
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
 TORCH=${TORCH:-auto}
@@ -9,9 +10,9 @@ MIN_TORCH=2.8 # as in pyproject.toml
 CPU_INDEX=${CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 CU126_INDEX=${CU126_INDEX:-https://download.pytorch.org/whl/cu126}
 
-# set -e never ends a script without a word.
+# set -e never ends a script without a word, but for 141: whoever reads its output has gone, as with `| head`.
 set -E
-trap 'say "error: line $LINENO of ${BASH_SOURCE[0]} failed: $BASH_COMMAND"' ERR
+trap '[ $? -eq 141 ] || say "error: line $LINENO of ${BASH_SOURCE[0]} failed: $BASH_COMMAND"' ERR
 
 say() { printf '[launch] %s\n' "$*" >&2; }
 die() {

@@ -190,6 +190,19 @@ def test_the_environment_is_made_again_only_when_it_must(
         assert "installs" in bash(code % asks_for, VENV=str(tmp_path), TORCH=torch).stdout
 
 
+def test_cdpath_does_not_lead_to_another_checkout(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    for elsewhere in (".", str(tmp_path)):
+        command = ["bash", "-c", ". launch/venv.sh; echo $ROOT"]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"CDPATH": elsewhere}, capture_output=True, text=True)
+        assert done.stdout == f"{ROOT}\n"
+
+
+def test_a_reader_of_the_help_may_leave() -> None:
+    done = bash(f"{LAUNCH}/serve.sh --help | true", PYTHON=sys.executable)
+    assert done.stderr == ""
+
+
 def test_the_folder_that_a_script_is_called_from_has_no_modules(tmp_path: Path) -> None:
     (tmp_path / "random.py").write_text("raise SystemExit('this is the user's')")
     (tmp_path / "spmd_serve").mkdir()  # as above a checkout
