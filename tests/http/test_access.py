@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
 import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import openai
@@ -18,6 +22,7 @@ from support.server import wait_until
 from spmd_serve.config import Config, ServerOptions
 from spmd_serve.frontend import body, dispatcher, http_server, server
 
+ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., FakeService]
 BODY = {"prompt": "hello", "max_tokens": 3}
 
@@ -56,6 +61,16 @@ def test_api_key(start: Start) -> None:
     for scheme in ("Bearer", "bearer"):
         headers = {"authorization": f"{scheme} sécret".encode()}
         assert service.http.post("/v1/completions", json=BODY, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(("given", "name"), [("k", MODEL), ("wrong", "unknown"), ("", "unknown")])
+def test_a_server_is_ready_for_those_too_who_wait_without_its_key(start: Start, given: str, name: str) -> None:
+    """As a container's health check, whose environment does not have what was given as --api-key."""
+    service = start(Config(server=ServerOptions(api_key="k")))
+    command = [sys.executable, "launch/wait_ready.py", service.url, "--seconds", "0"]
+    environ = os.environ | {"SPMD_SERVE_API_KEY": given}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{name}\n"), done.stderr
 
 
 def test_cors_is_off_by_default_and_by_origin(service: FakeService, start: Start) -> None:
