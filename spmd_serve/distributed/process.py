@@ -112,13 +112,19 @@ def _quota(group: Path) -> float | None:
 
 def is_dead(pid: int) -> bool:
     """Whether the process is gone or a zombie; False where the kernel does not tell."""
-    stat = _stat(pid)
+    try:
+        stat = _stat(pid)
+    except OSError:  # no more files may be open here, say, which is no news of the other process
+        return False
     return stat[0] in "ZX" if stat is not None else os.path.isdir("/proc/self")
 
 
 def parent_of(pid: int) -> int | None:
-    """The parent's pid, or None when there is no such process."""
-    stat = _stat(pid)
+    """The parent's pid, or None when there is no such process, or the kernel does not tell."""
+    try:
+        stat = _stat(pid)
+    except OSError:
+        return None
     return None if stat is None else int(stat[1])
 
 
@@ -126,5 +132,5 @@ def _stat(pid: int) -> list[str] | None:
     """State, parent..., or None when there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import select
 import socket
 import threading
@@ -28,6 +29,7 @@ logger = logging.getLogger(__name__)
 HEAD_TIMEOUT = 30.0  # seconds from a connection, or a request's first byte, to its complete head
 UNREAD_LIMIT = 60.0  # seconds in which a client must read something of a finished answer
 MAX_HEAD = 64 * 1024  # bytes of request line and headers
+OWN_FILES = 256  # open files that are no client's: weights, sockets between ranks, a GPU's devices
 KEEP_ALIVE_TIMEOUT = 30  # seconds that an idle connection is kept
 BEAT_INTERVAL = 0.5  # seconds between signs of life of the event loop
 LEFT_INTERVAL = 0.25  # seconds between looks whether a client has left whose connection is not read
@@ -274,7 +276,7 @@ class HttpThread:
         self._started = threading.Event()
         settings = uvicorn.Config(
             make_app(config, self._services),  # type: ignore[arg-type]
-            http=make_protocol(config.server.max_connections),
+            http=make_protocol(allow_connections(config.server.max_connections)),
             ws="none",
             lifespan="off",
             access_log=False,
@@ -340,6 +342,26 @@ class HttpThread:
         while True:
             self._on_beat()
             await asyncio.sleep(BEAT_INTERVAL)
+
+
+def allow_connections(wanted: int) -> int:
+    """Raise this process's limit of open files as far as `wanted` connections need it; returns how many of them fit.
+
+    Shells and services mostly give 1,024, and allow more. Beyond the limit clients would be cut off without an answer, and
+    nothing else in this process could open a file either.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = wanted + OWN_FILES
+    if hard != resource.RLIM_INFINITY:
+        files = min(files, hard)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    allowed = min(wanted, max(files - OWN_FILES, files // 2))
+    if allowed < wanted:
+        logger.warning(
+            "only %d files may be open here (ulimit -Hn): there can be %d connections, not %d", files, allowed, wanted
+        )
+    return allowed
 
 
 def bind(host: str, port: int, count: int) -> list[socket.socket]:

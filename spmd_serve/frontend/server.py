@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import logging
 import math
 import os
-import resource
 import select
 import shutil
 import socket
@@ -28,9 +26,6 @@ from spmd_serve.frontend.link import CoreLink, FrontLink, LinkAddress
 from spmd_serve.frontend.metrics import MULTIPROCESS_VARIABLE
 from spmd_serve.types import ModelInfo, ServiceState
 
-logger = logging.getLogger(__name__)
-
-OWN_FILES = 256  # open files of rank 0 that are no client's: weights, sockets between ranks, a GPU's devices
 START_TIMEOUT = 60.0  # seconds for child processes to load the tokenizer and listen
 LOOK_INTERVAL = 0.5  # seconds in which a child's sign of life may be looked for late
 MAX_SOCKET_PATH = 107  # bytes of a Unix socket's address
@@ -242,25 +237,6 @@ def _socket_folder() -> Path:
         ) from None
 
 
-def _allow_connections(count: int) -> None:
-    """Raise this process's limit of open files, which child processes inherit, so that `count` clients fit.
-
-    Shells and services mostly give 1,024, and allow more. Whoever connects beyond the limit is cut off without an answer.
-    """
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = count + OWN_FILES
-    most = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
-    if most < wanted:
-        logger.warning(
-            "only %d files may be open here (ulimit -Hn), so connections beyond about %d are cut off; --max-connections is %d",
-            most,
-            max(0, most - OWN_FILES),
-            count,
-        )
-
-
 def url_of(listener: socket.socket) -> str:
     """The URL of a listening socket; an unspecified address is shown as this host, by a name that resolves."""
     host, port = listener.getsockname()[:2]
@@ -283,7 +259,6 @@ def start_frontend(config: Config, info: ModelInfo, on_death: Callable[[str], No
         FrontendError: the port is in use, or the frontend did not start.
         ModelError: tokenizer or chat template cannot be used.
     """
-    _allow_connections(config.server.max_connections)
     kind, _, count = config.server.frontend.partition(":")
     if kind != "process":
         return ThreadFrontend(config, info, on_death)

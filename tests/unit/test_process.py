@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from spmd_serve.distributed.process import usable_cores
+from spmd_serve.distributed.process import is_dead, parent_of, usable_cores
 from spmd_serve.errors import REFUSED
 
 ALL = len(os.sched_getaffinity(0))
@@ -116,3 +117,20 @@ def test_threads_without_work_soon_sleep(given: dict[str, str], spins: str) -> N
         timeout=120,
     ).stderr
     assert f"GOMP_SPINCOUNT = '{spins}'" in told
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
+    """Clients may use up the files that a rank may open; it must not say then that the other ranks are gone."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with child:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))
+        try:
+            assert not is_dead(child.pid)
+            assert parent_of(child.pid) is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        assert parent_of(child.pid) == os.getpid()
+        child.kill()
+        child.wait()
+        assert is_dead(child.pid)
