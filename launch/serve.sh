@@ -48,5 +48,6 @@ fi
 [[ $NPROC =~ ^[1-9][0-9]*$ ]] || die "NPROC is '$NPROC'; it must be the number of ranks, 1 or more"
 MAX_RESTARTS=${MAX_RESTARTS:-0}
 [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "MAX_RESTARTS is '$MAX_RESTARTS'; it must be a number, 0 or more"
-# --standalone: torchrun's store takes a free port, so two servers on one host never meet.
-run_ranks "$NPROC" --standalone --max-restarts="$MAX_RESTARTS" -m spmd_serve "$@" || exit $?
+# --standalone: torchrun's store takes a free port, so two servers on one host never meet. Its ranks would look for the store by
+# the host's own name, which not every machine's resolver knows.
+run_ranks "$NPROC" --standalone --local-addr=localhost --max-restarts="$MAX_RESTARTS" -m spmd_serve "$@" || exit $?

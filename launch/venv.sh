@@ -2,6 +2,7 @@
 # The Python environment of all launch scripts: made when missing, renewed when pyproject.toml changed, else used at once.
 # Sourced by the other scripts (ensure_python); run by itself it only prepares the environment.
 
+unset CDPATH # by it cd goes elsewhere, and prints where
 ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
 TORCH=${TORCH:-auto}
@@ -9,9 +10,9 @@ MIN_TORCH=2.8 # as in pyproject.toml
 CPU_INDEX=${CPU_INDEX:-https://download.pytorch.org/whl/cpu}
 CU126_INDEX=${CU126_INDEX:-https://download.pytorch.org/whl/cu126}
 
-# set -e never ends a script without a word.
+# set -e never ends a script without a word, but for 141: whoever reads its output has gone, as with `| head`.
 set -E
-trap 'say "error: line $LINENO of ${BASH_SOURCE[0]} failed: $BASH_COMMAND"' ERR
+trap '[ $? -eq 141 ] || say "error: line $LINENO of ${BASH_SOURCE[0]} failed: $BASH_COMMAND"' ERR
 
 say() { printf '[launch] %s\n' "$*" >&2; }
 die() {
@@ -188,6 +189,9 @@ install_everything() { # install_everything SUM EXTRA...
 
 # ensure_python [EXTRA...]: sets PYTHON, an interpreter that can run spmd_serve (and the extras' tools).
 ensure_python() {
+    # What lies in the folder that the script is called from is none of Python's modules: a random.py of the user's, or, in the
+    # folder above this checkout, "spmd_serve" itself.
+    export PYTHONSAFEPATH=1
     if [ -n "${PYTHON:-}" ]; then
         command -v "$PYTHON" >/dev/null || die "there is no interpreter PYTHON=$PYTHON; correct it, or unset it to let .venv be made"
         export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}

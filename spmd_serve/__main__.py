@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from spmd_serve.config import Config, parse_args, resolved
-from spmd_serve.distributed.process import leave_process, say_error
+from spmd_serve.distributed.process import fill_standard_files, leave_process, say_error
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
 from spmd_serve.errors import REFUSALS, REFUSED, ConfigError, FrontendError, RankLostError, SpmdServeError
@@ -50,8 +50,13 @@ class _Over(NamedTuple):
 
 def main() -> int:
     """Run this rank to its end. Returns its exit code."""
+    fill_standard_files()
     # Read when torch is imported. Lost connections are told by us.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    # Of another program, as images for other servers set it: prometheus_client, which reads it when it is imported, would keep
+    # our numbers in that program's files, and go on counting from those of an earlier process with the same id.
+    for name in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
+        os.environ.pop(name, None)
     signals = StopSignals()
     signals.install()
     try:

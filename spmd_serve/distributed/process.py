@@ -13,6 +13,16 @@ from typing import NoReturn
 from spmd_serve.errors import REFUSED
 
 
+def fill_standard_files() -> None:
+    """Put /dev/null where standard input, output or errors are closed, as some supervisors start a program.
+
+    Else the next pipe or socket gets the number, and what a library writes for the user goes to whoever is at its other end.
+    """
+    while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
+        os.set_inheritable(opened, True)
+    os.close(opened)
+
+
 def leave_process(code: int) -> NoReturn:
     """End this process, past library threads and the interpreter's own way out, which may hang or abort on them."""
     for stream in (sys.stdout, sys.stderr):
@@ -42,7 +52,8 @@ def _tell_launcher(code: int) -> int:
 def say_error(program: str, exc: object) -> str:
     """One line on stderr, of what the user can mend, and the same for torchrun. Returns it without the program's name."""
     told = " ".join(str(exc).split())
-    print(f"{program}: error: {told}", file=sys.stderr, flush=True)
+    with contextlib.suppress(OSError):  # nobody reads it; torchrun and the exit code say so as well
+        print(f"{program}: error: {told}", file=sys.stderr, flush=True)
     tell_torchrun(f"{program}: error: {told}")
     return told
 
@@ -100,13 +111,19 @@ def _quota(group: Path) -> float | None:
 
 def is_dead(pid: int) -> bool:
     """Whether the process is gone or a zombie; False where the kernel does not tell."""
-    stat = _stat(pid)
+    try:
+        stat = _stat(pid)
+    except OSError:  # no more files may be open here, say, which is no news of the other process
+        return False
     return stat[0] in "ZX" if stat is not None else os.path.isdir("/proc/self")
 
 
 def parent_of(pid: int) -> int | None:
-    """The parent's pid, or None when there is no such process."""
-    stat = _stat(pid)
+    """The parent's pid, or None when there is no such process, or the kernel does not tell."""
+    try:
+        stat = _stat(pid)
+    except OSError:
+        return None
     return None if stat is None else int(stat[1])
 
 
@@ -114,5 +131,5 @@ def _stat(pid: int) -> list[str] | None:
     """State, parent..., or None when there is no such process."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
+    except (FileNotFoundError, ProcessLookupError):
         return None

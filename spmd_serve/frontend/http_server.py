@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import resource
 import socket
 import threading
 from collections.abc import Callable
@@ -22,6 +23,7 @@ from spmd_serve.types import ModelInfo
 
 logger = logging.getLogger(__name__)
 
+OWN_FILES = 256  # open files that are no client's: weights, sockets between ranks, a GPU's devices
 KEEP_ALIVE_TIMEOUT = 30  # seconds that an idle connection is kept
 BEAT_INTERVAL = 0.5  # seconds between signs of life of the event loop
 
@@ -52,7 +54,7 @@ class HttpThread:
         self._started = threading.Event()
         settings = uvicorn.Config(
             make_app(config, self._services),  # type: ignore[arg-type]
-            http=partial(LimitedProtocol, max_connections=config.server.max_connections),  # type: ignore[arg-type]
+            http=partial(LimitedProtocol, max_connections=allow_connections(config.server.max_connections)),  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             access_log=False,
@@ -118,6 +120,26 @@ class HttpThread:
         while True:
             self._on_beat()
             await asyncio.sleep(BEAT_INTERVAL)
+
+
+def allow_connections(wanted: int) -> int:
+    """Raise this process's limit of open files as far as `wanted` connections need it; returns how many of them fit.
+
+    Shells and services mostly give 1,024, and allow more. Beyond the limit clients would be cut off without an answer, and
+    nothing else in this process could open a file either.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = wanted + OWN_FILES
+    if hard != resource.RLIM_INFINITY:
+        files = min(files, hard)
+    if soft != resource.RLIM_INFINITY and soft < files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    allowed = min(wanted, max(files - OWN_FILES, files // 2))
+    if allowed < wanted:
+        logger.warning(
+            "only %d files may be open here (ulimit -Hn): there can be %d connections, not %d", files, allowed, wanted
+        )
+    return allowed
 
 
 def bind(host: str, port: int, count: int) -> list[socket.socket]:

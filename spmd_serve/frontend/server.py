@@ -238,10 +238,14 @@ def _socket_folder() -> Path:
 
 
 def url_of(listener: socket.socket) -> str:
-    """The URL of a listening socket; an unspecified address is shown as this host."""
+    """The URL of a listening socket; an unspecified address is shown as this host, by a name that resolves."""
     host, port = listener.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = socket.gethostname()
+        try:
+            socket.getaddrinfo(host, port, socket.AF_INET if listener.family == socket.AF_INET else 0)
+        except OSError:
+            host = "localhost"
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from support.ports import free_port
 from support.server import STOP_S, wait_until
-from support.two_hosts import HOSTS, TwoHosts
+from support.two_hosts import HOSTS, TwoHosts, why_not
 from torchrun_job import READY_S, Stream
 
 LAUNCH = Path(__file__).resolve().parents[2] / "launch"
@@ -52,6 +52,17 @@ def test_serve_sh_returns_0_when_torchrun_itself_was_signalled(tmp_path: Path) -
         assert process.wait(STOP_S) == 0
         print(f"SIGTERM to torchrun, bundled model, streams running: {time.monotonic() - began:.2f}")
     assert "all 2 ranks ended cleanly" in log_file.read_text()
+
+
+@pytest.mark.skipif(bool(why_not()), reason=why_not())
+def test_serve_sh_where_the_name_of_the_host_is_unknown(tmp_path: Path) -> None:
+    log_file = tmp_path / "log"
+    unknown = ("unshare", "-u", "sh", "-c", 'hostname no.such.host.example; exec "$@"', "sh")
+    command = (*unknown, str(LAUNCH / "serve.sh"), "--port", str(free_port()), *SERVER)
+    with script(log_file, *command, NPROC="2") as process:
+        await_ready(log_file, process)
+        process.terminate()
+        assert process.wait(STOP_S) == 0
 
 
 def refusals(log_file: Path) -> list[str]:

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import os
+import resource
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import httpx
 import openai
@@ -15,8 +20,9 @@ from support.fake_service import MODEL, FakeService, bundled_tokenizer
 from support.server import wait_until
 
 from spmd_serve.config import Config, ServerOptions
-from spmd_serve.frontend import body, dispatcher, http_protocol
+from spmd_serve.frontend import body, dispatcher, http_protocol, http_server, server
 
+ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., FakeService]
 BODY = {"prompt": "hello", "max_tokens": 3}
 
@@ -55,6 +61,16 @@ def test_api_key(start: Start) -> None:
     for scheme in ("Bearer", "bearer"):
         headers = {"authorization": f"{scheme} sécret".encode()}
         assert service.http.post("/v1/completions", json=BODY, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize(("given", "name"), [("k", MODEL), ("wrong", "unknown"), ("", "unknown")])
+def test_a_server_is_ready_for_those_too_who_wait_without_its_key(start: Start, given: str, name: str) -> None:
+    """As a container's health check, whose environment does not have what was given as --api-key."""
+    service = start(Config(server=ServerOptions(api_key="k")))
+    command = [sys.executable, "launch/wait_ready.py", service.url, "--seconds", "0"]
+    environ = os.environ | {"SPMD_SERVE_API_KEY": given}
+    done = subprocess.run(command, cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, f"{name}\n"), done.stderr
 
 
 def test_cors_is_off_by_default_and_by_origin(service: FakeService, start: Start) -> None:
@@ -137,6 +153,37 @@ def test_connections_are_bounded(start: Start) -> None:
             assert answer.startswith(b"HTTP/1.1 503") and b"--max-connections" in answer
             assert sixth.recv(1) == b""
     wait_until("there is room again", lambda: httpx.get(f"{service.url}/health").status_code == 200, 3)
+
+
+def test_a_low_limit_of_open_files_is_raised(start: Start) -> None:
+    """Most shells have 1,024, which is fewer than the connections that are allowed."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (100, limit[1]))
+    try:
+        service = start(Config(server=ServerOptions(frontend="process", max_connections=200)))
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+    with contextlib.ExitStack() as stack:
+        connections = [stack.enter_context(socket.create_connection(address(service), 10)) for _ in range(150)]
+        for connection in connections:
+            connection.sendall(b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        assert all(connection.recv(12) == b"HTTP/1.1 200" for connection in connections)
+
+
+def test_a_limit_that_cannot_be_raised_bounds_the_connections(caplog: pytest.LogCaptureFixture) -> None:
+    """The others get their 503, and the process keeps files for itself."""
+    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+    allowed = http_server.allow_connections(most)
+    assert allowed == max(most - http_server.OWN_FILES, most // 2)
+    assert f"{allowed} connections, not {most}" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["localhost", "no.such.host.invalid"])
+def test_the_url_of_all_addresses_has_a_name_that_resolves(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr(socket, "gethostname", lambda: name)
+    (listener,) = http_server.bind("0.0.0.0", 0, 1)
+    with listener:
+        assert server.url_of(listener) == f"http://localhost:{listener.getsockname()[1]}"
 
 
 def test_silent_connections_are_closed(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Stands where the environment's Python would: instead of torchrun it says how it was started, and answers /health on the first node.
+"""Stands where the environment's Python would: instead of torchrun it says how it was started, and answers on the first node.
 
 So the batch script's own decisions can be tried many times in the time that one real start takes. STAND_IN=deaf never answers.
 """
@@ -13,8 +13,11 @@ import sys
 
 
 class Handler(http.server.BaseHTTPRequestHandler):
+    key = os.environ.get("SPMD_SERVE_API_KEY")
+
     def do_GET(self) -> None:
-        self.send_response(200)
+        wrong = self.key is not None and self.headers["authorization"] != f"Bearer {self.key}"
+        self.send_response(401 if wrong and self.path != "/health" else 200)
         self.end_headers()
         self.wfile.write(b'{"data": [{"id": "stand-in"}]}')
 
@@ -28,6 +31,10 @@ def main() -> None:
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
     print("started", *arguments, "on GPUs", os.environ.get("CUDA_VISIBLE_DEVICES", "none"), flush=True)
     if "--node-rank=0" in arguments and os.environ.get("STAND_IN") != "deaf":
+        if "--api-key" in arguments:
+            Handler.key = arguments[arguments.index("--api-key") + 1]
+        if "--no-api-key" in arguments and Handler.key is not None:
+            sys.exit("--api-key and --no-api-key contradict each other")
         port = int(arguments[arguments.index("--port") + 1])
         http.server.HTTPServer(("", port), Handler).serve_forever()
     signal.pause()

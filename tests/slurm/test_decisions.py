@@ -51,6 +51,19 @@ def test_options_reach_the_server_and_the_box(cluster: Cluster) -> None:
     assert " k " not in job.log
 
 
+@pytest.mark.parametrize(
+    ("server", "key"),
+    [(("--api-key", "k"), "--api-key when the job was submitted"), (("--no-api-key",), "none is needed")],
+)
+def test_a_key_among_the_servers_options_counts(cluster: Cluster, server: tuple[str, ...], key: str) -> None:
+    job = cluster.submit("--nodes=1", server=server, PYTHON=STAND_IN, START_TIMEOUT="10")
+    box = job.wait_ready()
+    job.cancel()
+    job.wait_state("CANCELLED", seconds=30)
+    assert "is ready: stand-in on" in job.log
+    assert box["API key"].endswith(key)
+
+
 def test_a_server_that_does_not_get_ready_fails_the_job(cluster: Cluster) -> None:
     job = cluster.submit("--nodes=2", PYTHON=STAND_IN, STAND_IN="deaf", START_TIMEOUT="1")
     job.wait_state("FAILED", seconds=30)

@@ -121,3 +121,12 @@ def test_a_peer_that_does_not_start_is_named(tmp_path: Path) -> None:
     args = parse("--peer /bin/false --threads 1")
     with pytest.raises(RuntimeError, match="/bin/false serve"), compare.peer_engine(args, tmp_path, "float32"):
         pass
+
+
+def test_a_proxy_of_the_environment_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    service = start_fake()
+    try:
+        assert compare._answers(f"{service.url}/health")
+    finally:
+        service.close()

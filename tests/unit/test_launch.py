@@ -21,6 +21,8 @@ import pytest
 import yaml
 from support.ports import free_port
 
+import spmd_serve
+
 ROOT = Path(__file__).resolve().parents[2]
 LAUNCH = ROOT / "launch"
 SCRIPTS = [*LAUNCH.glob("*.sh"), ROOT / "slurm" / "serve.sbatch", ROOT / ".ci" / "run"]
@@ -186,6 +188,27 @@ def test_the_environment_is_made_again_only_when_it_must(
     if is_current:  # ... until what it was made from changes
         (tmp_path / ".made-from").write_text(f"1 2\n{made_with}\n{extras}\n")
         assert "installs" in bash(code % asks_for, VENV=str(tmp_path), TORCH=torch).stdout
+
+
+def test_cdpath_does_not_lead_to_another_checkout(tmp_path: Path) -> None:
+    (tmp_path / "launch").mkdir()
+    for elsewhere in (".", str(tmp_path)):
+        command = ["bash", "-c", ". launch/venv.sh; echo $ROOT"]
+        done = subprocess.run(command, cwd=ROOT, env=os.environ | {"CDPATH": elsewhere}, capture_output=True, text=True)
+        assert done.stdout == f"{ROOT}\n"
+
+
+def test_a_reader_of_the_help_may_leave() -> None:
+    done = bash(f"{LAUNCH}/serve.sh --help | true", PYTHON=sys.executable)
+    assert done.stderr == ""
+
+
+def test_the_folder_that_a_script_is_called_from_has_no_modules(tmp_path: Path) -> None:
+    (tmp_path / "random.py").write_text("raise SystemExit('this is the user's')")
+    (tmp_path / "spmd_serve").mkdir()  # as above a checkout
+    code = f"cd {tmp_path}; ensure_python; $PYTHON -c 'import random, spmd_serve; print(spmd_serve.__version__)'"
+    done = bash(code, PYTHON=sys.executable)
+    assert (done.returncode, done.stdout) == (0, f"{spmd_serve.__version__}\n"), done.stderr
 
 
 # ---- exit code and signals --------------------------------------------------------------------------------------------

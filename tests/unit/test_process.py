@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from spmd_serve.distributed.process import usable_cores
+from spmd_serve.distributed.process import is_dead, parent_of, usable_cores
+from spmd_serve.errors import REFUSED
 
 ALL = len(os.sched_getaffinity(0))
 LEAVE = "from spmd_serve.distributed.process import leave_process; print('last words'); leave_process(3)"
@@ -55,6 +57,25 @@ def test_nor_does_a_reader_that_has_gone() -> None:
     assert (done.returncode, done.stderr) == (3, b"")
 
 
+@pytest.mark.parametrize("redirection", ["2>/dev/full", "2>&-"])
+def test_nor_does_an_error_that_cannot_be_told(redirection: str) -> None:
+    command = ["sh", "-c", f'exec "$0" -m spmd_serve --no-such-option {redirection}', sys.executable]
+    assert subprocess.run(command, timeout=60).returncode == REFUSED
+
+
+def test_no_pipe_of_ours_takes_the_place_of_a_closed_output(tmp_path: Path) -> None:
+    """What a library writes there would be taken for signals, or go to another rank."""
+    code = (
+        "import os, sys; from spmd_serve.__main__ import main; main(['--help'])\n"
+        "open(sys.argv[1], 'w').write(' '.join(os.readlink(f'/proc/self/fd/{i}') for i in range(3)))"
+    )
+    for closed, left in (("<&- >&- 2>&-", []), (">&-", [0, 2])):
+        command = ["sh", "-c", f'exec "$0" -c "$1" "$2" {closed}', sys.executable, code, str(tmp_path / "names")]
+        subprocess.run(command, stdin=subprocess.PIPE, capture_output=True, check=True, timeout=60)
+        names = (tmp_path / "names").read_text().split()
+        assert [i for i, name in enumerate(names) if name != os.devnull] == left
+
+
 @pytest.mark.parametrize(
     ("own", "files", "cores"),
     [
@@ -96,3 +117,20 @@ def test_threads_without_work_soon_sleep(given: dict[str, str], spins: str) -> N
         timeout=120,
     ).stderr
     assert f"GOMP_SPINCOUNT = '{spins}'" in told
+
+
+def test_a_process_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
+    """Clients may use up the files that a rank may open; it must not say then that the other ranks are gone."""
+    child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+    with child:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, limit[1]))
+        try:
+            assert not is_dead(child.pid)
+            assert parent_of(child.pid) is None
+        finally:
+            resource.setrlimit(resource.RLIMIT_NOFILE, limit)
+        assert parent_of(child.pid) == os.getpid()
+        child.kill()
+        child.wait()
+        assert is_dead(child.pid)
