@@ -83,7 +83,7 @@ def test_both_serve_and_their_metrics_are_summed(service: FakeService) -> None:
 
 
 def test_metrics_do_not_go_to_the_files_of_another_program(tmp_path: Path) -> None:
-    code = "from spmd_serve.__main__ import main; main(['--help']); import prometheus_client as p; p.Counter('a', 'b').inc()"
+    code = "import sys; from spmd_serve.__main__ import main; sys.argv[1:] = ['--help']; main(); import prometheus_client as p; p.Counter('a', 'b').inc()"
     for name in ("PROMETHEUS_MULTIPROC_DIR", "prometheus_multiproc_dir"):
         subprocess.run([sys.executable, "-c", code], env=os.environ | {name: str(tmp_path)}, check=True, timeout=60)
     assert list(tmp_path.iterdir()) == []

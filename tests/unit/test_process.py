@@ -66,7 +66,7 @@ def test_nor_does_an_error_that_cannot_be_told(redirection: str) -> None:
 def test_no_pipe_of_ours_takes_the_place_of_a_closed_output(tmp_path: Path) -> None:
     """What a library writes there would be taken for signals, or go to another rank."""
     code = (
-        "import os, sys; from spmd_serve.__main__ import main; main(['--help'])\n"
+        "import os, sys; from spmd_serve.__main__ import main; sys.argv[1:1] = ['--help']; main(); sys.argv.pop(1)\n"
         "open(sys.argv[1], 'w').write(' '.join(os.readlink(f'/proc/self/fd/{i}') for i in range(3)))"
     )
     for closed, left in (("<&- >&- 2>&-", []), (">&-", [0, 2])):
