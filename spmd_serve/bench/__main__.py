@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from spmd_serve.distributed.process import say_error
-from spmd_serve.errors import ConfigError, ModelError
+from spmd_serve.errors import ConfigError, ModelError, RequestError
 
 
 def benchmarks() -> dict[str, str]:
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     try:
         return int(importlib.import_module(f"spmd_serve.bench.{argv[0]}").main(argv[1:]))
-    except (ConfigError, ModelError) as exc:  # what the user gave cannot be measured
+    except (ConfigError, ModelError, RequestError) as exc:  # what the user gave cannot be measured
         say_error("spmd_serve.bench", exc)
         return 2
 

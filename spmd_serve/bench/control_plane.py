@@ -17,7 +17,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from spmd_serve.bench.stats import quantile
-from spmd_serve.bench.workloads import parse_count
+from spmd_serve.bench.workloads import parse_count, parse_counts
 from spmd_serve.config import parse_args, resolved
 from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.channel import StepChannel
@@ -34,9 +34,13 @@ TURNS = 3
 def main(argv: Sequence[str]) -> int:
     """Run the jobs and print their tables."""
     parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench control_plane", description=__doc__)
-    parser.add_argument("--ranks", default="2,4", help="rank counts, with commas (default: %(default)s)")
+    parser.add_argument(
+        "--ranks", type=parse_counts, default="2,4", help="rank counts, with commas (default: %(default)s)"
+    )
     parser.add_argument("--rounds", type=parse_count, default=400, help="exchanges of each size (default: %(default)s)")
-    parser.add_argument("--batch", default="1,16", help="sequences that decode, with commas (default: %(default)s)")
+    parser.add_argument(
+        "--batch", type=parse_counts, default="1,16", help="sequences that decode, with commas (default: %(default)s)"
+    )
     parser.add_argument("--decode-tokens", type=int, default=32, help="of each sequence (default: %(default)s)")
     parser.add_argument("--no-decode", action="store_true", help="leave out the decode steps (they need a model)")
     parser.add_argument("--worker", choices=("exchange", "decode"), help=argparse.SUPPRESS)
@@ -45,8 +49,8 @@ def main(argv: Sequence[str]) -> int:
     if args.worker == "exchange":
         return _exchange_worker(args.rounds)
     if args.worker == "decode":
-        return _decode_worker([int(size) for size in args.batch.split(",")], args.decode_tokens, args.options)
-    counts = [int(count) for count in args.ranks.split(",")]
+        return _decode_worker(args.batch, args.decode_tokens, args.options)
+    counts = args.ranks
     if min(counts) < 2 or args.decode_tokens < 8:
         parser.error("an exchange needs --ranks of 2 or more, and decode steps --decode-tokens of 8 or more")
     print(
@@ -60,7 +64,7 @@ def main(argv: Sequence[str]) -> int:
     if not args.no_decode:
         print(f"\ndecode steps on {counts[0]} ranks, ms; lost: against steps without any exchange")
         print(f"{'batch':>5}  {'--sync-latency':>14}  {'mean':>8}  {'p50':>8}  {'p99':>8}  {'lost':>8}", flush=True)
-        sizes = ("--batch", args.batch, "--decode-tokens", str(args.decode_tokens))
+        sizes = ("--batch", ",".join(map(str, args.batch)), "--decode-tokens", str(args.decode_tokens))
         code = code or _launch(counts[0], "--worker", "decode", *sizes, "--", *args.options)
     return code
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -59,12 +60,17 @@ def make_parser() -> argparse.ArgumentParser:
     parser.add_argument("--prompt-tokens", type=parse_range, default="128", help=lengths)
     parser.add_argument("--output-tokens", type=parse_range, default="64", help=lengths)
     parser.add_argument(
-        "--max-token-id", type=int, default=MAX_TOKEN_ID, help="prompts are random ids below it (default: %(default)s)"
+        "--max-token-id",
+        type=parse_count,
+        default=MAX_TOKEN_ID,
+        help="prompts are random ids below it (default: %(default)s)",
     )
     parser.add_argument("--temperature", type=float, default=0.6)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and lengths")
     parser.add_argument("--clients", type=parse_count, default=2, help="client processes (default: 2)")
-    parser.add_argument("--warmup", type=int, default=2, help="requests before the measured ones (default: 2)")
+    parser.add_argument(
+        "--warmup", type=partial(parse_count, least=0), default=2, help="requests before the measured ones (default: 2)"
+    )
     parser.add_argument("--json", action="store_true", help="print the report as one JSON line")
     return parser
 

@@ -30,12 +30,17 @@ class Workload:
         return [[rng.randrange(MAX_TOKEN_ID) for _ in range(prompt)] for prompt, _ in self.lengths]
 
 
-def parse_count(text: str) -> int:
-    """'8' -> 8, of what there must be at least one."""
-    count = int(text) if text.isdecimal() else 0
-    if count < 1:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number of 1 or more")
+def parse_count(text: str, least: int = 1) -> int:
+    """'8' -> 8, of what there must be at least so many."""
+    count = int(text) if text.isdecimal() else -1
+    if count < least:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number of {least} or more")
     return count
+
+
+def parse_counts(text: str) -> list[int]:
+    """'1,8' -> [1, 8]"""
+    return [parse_count(part) for part in text.split(",")]
 
 
 def parse_range(text: str) -> tuple[int, int]:

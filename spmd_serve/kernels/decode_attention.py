@@ -62,7 +62,7 @@ def decode_attention(
         q: [rows, q_heads, head_dim]; K and V of the newest tokens are in the cache. With `rotation`: the raw
             projection [rows, (q_heads + 2 * kv_heads) * head_dim], contiguous; norms, rotation and the write into the
             cache (position length - 1) are done here.
-        k_cache, v_cache: [pages, page_size, kv_heads, head_dim], contiguous; page_size is a power of two on a GPU.
+        k_cache, v_cache: [pages, page_size, kv_heads, head_dim], contiguous.
         page_table: int32 [slots, max_pages].
         slots: int64 [rows], the page table's row of each row.
         lengths: int64 [rows], tokens including the newest one; 0 is a padding row: it gives zeros and writes nothing.

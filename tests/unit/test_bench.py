@@ -88,7 +88,14 @@ def test_options_choose_the_workload() -> None:
 
 
 @pytest.mark.parametrize(
-    "options", ["offline --batch-size 0", "serve --streams 0", "trace --steps x", "offline --repeat -1"]
+    "options",
+    [
+        "offline --batch-size 0",
+        "serve --streams 0",
+        "trace --steps x",
+        "offline --repeat -1",
+        "control_plane --ranks a",
+    ],
 )
 def test_counts_are_one_or_more(options: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="2"):
@@ -109,6 +116,7 @@ def test_the_report_of_a_run() -> None:
     ("options", "says"),
     [
         (["offline", "--no-such-option"], "--no-such-option"),
+        (["offline", "--batch-size", "1", "--top-p", "5"], "top_p must be"),
         (["offline", "--model", "/no/such"], "--model /no/such"),
         (["serve", "--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1 cannot be reached"),
         (["compare", "--peer", "/no/such/program"], "--peer /no/such/program is no program"),
