@@ -46,6 +46,7 @@ run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean en
     # If this script is killed, torchrun must not live on: the kernel sends it SIGTERM.
     if command -v setpriv >/dev/null; then die_with_parent=(setpriv --pdeathsig TERM); fi
     trap pass_signal_on TERM INT HUP
+    trap '' PIPE # whoever read our words has gone, as with `| grep -m1 ready`: that must not end us in the midst of a drain
     set -m # a process group of its own: Ctrl-C in a terminal reaches this script alone, which passes it on
     SPMD_SERVE_OUTCOME_DIR=$outcome TORCHELASTIC_ERROR_FILE=$outcome/torchrun.json \
         "${die_with_parent[@]}" "$PYTHON" -m torch.distributed.run --nproc-per-node="$nproc" "$@" &

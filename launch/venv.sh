@@ -14,7 +14,7 @@ CU126_INDEX=${CU126_INDEX:-https://download.pytorch.org/whl/cu126}
 set -E
 trap '[ $? -eq 141 ] || say "error: line $LINENO of ${BASH_SOURCE[0]} failed: $BASH_COMMAND"' ERR
 
-say() { printf '[launch] %s\n' "$*" >&2; }
+say() { printf '[launch] %s\n' "$*" >&2 || true; }
 die() {
     say "error: $*"
     exit 1

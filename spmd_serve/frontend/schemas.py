@@ -8,6 +8,7 @@ README's capability table is made from these classes.
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
@@ -137,7 +138,11 @@ LogitBias = Annotated[
 
 
 class Body(BaseModel):
-    """Strict: a number in quotes is not a number, and an unknown field is an error."""
+    """Strict: a number in quotes is not a number, and an unknown field is an error.
+
+    Of all that is wrong one thing is told, so a long list has fail_fast: for 8 MiB of wrong items pydantic would hold the
+    interpreter for ten seconds, and with it the step loop.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
@@ -146,14 +151,24 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_for_nothing(cls, value: Any) -> Any:
-        """Nulls, of unknown fields too, and harmless values of refused ones."""
+        """Nulls, of unknown fields too, and harmless values of refused ones. And unknown fields but for the first."""
         if not isinstance(value, dict):
             return value
         given = {k: v for k, v in value.items() if v is not None}
+        known = _known_names(cls)
+        unknown = [name for name in given if name not in known]
+        for name in unknown[1:]:
+            del given[name]
         for name, reason in cls.refused_fields.items():
             if name in given and not _is_harmless(name, given.pop(name)):
                 raise PydanticCustomError("refused", "{text}", {"text": f"is not supported: {reason}", "name": name})
         return given
+
+
+@cache
+def _known_names(body: type[Body]) -> frozenset[str]:
+    """Fields as they are written in JSON, and those that are refused by name."""
+    return frozenset(field.alias or name for name, field in body.model_fields.items()) | body.refused_fields.keys()
 
 
 def _is_harmless(name: str, value: Any) -> bool:
@@ -324,7 +339,7 @@ class Message(Body):
         return self
 
 
-Messages = Annotated[list[Message], Field(min_length=1, max_length=8192)]
+Messages = Annotated[list[Message], Field(min_length=1, max_length=8192, fail_fast=True)]
 
 
 class ChatFields(Body):
@@ -381,5 +396,5 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[TokenId]
+    tokens: list[TokenId] = Field(fail_fast=True)
     skip_special_tokens: bool | None = None

@@ -6,6 +6,7 @@ import importlib.util
 import logging
 import os
 import re
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 from filelock import FileLock
@@ -79,6 +80,22 @@ def _check_folder(folder: Path, *, weights: bool, show: bool) -> Path:
     raise ModelError(f"{folder} has no config.json; --model needs a folder with config.json and *.safetensors")
 
 
+def _turn(repo: str) -> AbstractContextManager[object]:
+    """Lets one process of this host at a time download; all at once where there is no cache folder that can be written.
+
+    That is safe, as huggingface_hub has locks of its own, and a snapshot that is there already takes no writing.
+
+    Raises:
+        ModelError: there is no home folder.
+    """
+    folder = cache_root() / "locks"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        return FileLock(folder / f"{repo.replace('/', '--')}.lock").acquire()
+    except OSError:
+        return nullcontext()
+
+
 def _download(repo: str, *, weights: bool, show: bool) -> Path:
     """A snapshot from the Hugging Face hub (or its cache). One process per host downloads, the others wait."""
     from huggingface_hub import snapshot_download
@@ -87,10 +104,8 @@ def _download(repo: str, *, weights: bool, show: bool) -> Path:
 
     if not show:
         disable_progress_bars()
-    lock = cache_root() / "locks" / f"{repo.replace('/', '--')}.lock"
     try:
-        lock.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(lock):
+        with _turn(repo):
             folder = snapshot_download(
                 repo,
                 allow_patterns=[*_CONFIG_FILES, *(["*.safetensors"] if weights else [])],

@@ -1,6 +1,7 @@
 """The kernels' torch references, which are also the CPU path, against the definitions written out."""
 
 import math
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,6 +10,7 @@ import torch
 
 from spmd_serve.kernels.activation import gated_activation
 from spmd_serve.kernels.decode_attention import Rotation, decode_attention
+from spmd_serve.kernels.gpu import build
 from spmd_serve.kernels.gpu.build import launch
 from spmd_serve.kernels.linear import Norm, linear
 from spmd_serve.kernels.norm import add_rms_norm_, rms_norm
@@ -146,3 +148,24 @@ def test_arguments_of_a_compiled_kernel(monkeypatch: pytest.MonkeyPatch) -> None
     assert not launch(kernel, device)  # no kernel for the shape
     with pytest.raises(RuntimeError, match="kernel: CUDA error 700"):
         launch(kernel, device)
+
+
+def test_a_library_that_is_compiled_needs_no_folder_to_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in an image on a read-only file system; here a folder stands where the lock would be written."""
+    compiled: list[Path] = []
+
+    def compile_(command: list[str], target: Path) -> None:
+        target.touch()
+        compiled.append(target)
+
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
+    monkeypatch.setattr(build, "_nvcc", lambda: "nvcc")
+    monkeypatch.setattr(build, "_compile", compile_)
+    monkeypatch.setattr(build.ctypes, "CDLL", str)
+    first = build.load_library.__wrapped__("skinny")
+    lock = tmp_path / "spmd_serve" / "kernels" / "skinny.lock"
+    lock.unlink()
+    lock.mkdir()
+    assert build.load_library.__wrapped__("skinny") == first == str(compiled[0])
+    assert len(compiled) == 1

@@ -254,6 +254,19 @@ def test_the_exit_code_is_torchruns_but_for_a_clean_drain_and_a_refusal(
     assert [path.name for path in tmp_path.iterdir()] == ["python"], "nothing is left behind"
 
 
+def test_a_reader_of_the_log_may_leave(tmp_path: Path) -> None:
+    record = json.dumps({"message": {"message": "SignalException: Process 7 got signal: 15"}})
+    body = f"""
+time.sleep(0.5)
+pathlib.Path(os.environ["TORCHELASTIC_ERROR_FILE"]).write_text({record!r})
+(outcome / "0.0").touch()
+sys.exit(1)"""
+    code = "{ run_ranks 1 2>&1 || echo $? >&3; echo ended >&3; } 3>&2 | true"
+    done = bash(code, PYTHON=fake_torchrun(tmp_path, body), TMPDIR=str(tmp_path))
+    assert done.stderr == "ended\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["python"], "nothing is left behind"
+
+
 @pytest.mark.skipif(
     shutil.which("pkill") is None, reason="without pkill (procps) torchrun is signalled instead of the ranks"
 )

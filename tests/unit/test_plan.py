@@ -7,6 +7,7 @@ from array import array
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 from support.fake_service import CONTEXT, EOS, MODEL, VOCAB, bundled_tokenizer, fake_info, model_folder
 
 from spmd_serve.config import Config, SchedulerOptions, ServerOptions
@@ -14,7 +15,15 @@ from spmd_serve.errors import RequestError
 from spmd_serve.frontend.chat import ChatTemplate, find_template
 from spmd_serve.frontend.grammar import GrammarCompiler
 from spmd_serve.frontend.plan import Plan, Planner
-from spmd_serve.frontend.schemas import HARMLESS, ChatBody, CompletionBody, Message, StreamOptions
+from spmd_serve.frontend.schemas import (
+    HARMLESS,
+    Body,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    Message,
+    StreamOptions,
+)
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.types import SamplingParams
 
@@ -525,6 +534,22 @@ def test_wrong_token_bodies(planner: Planner) -> None:
         with pytest.raises(RequestError) as caught:
             make(json.dumps(fields).encode())
         assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    ("schema", "body"),
+    [
+        (DetokenizeBody, {"tokens": ["a"] * 1000}),
+        (ChatBody, {"messages": [{"role": "user", "content": "a", "foo": 1}] * 1000}),
+        (CompletionBody, {"prompt": "a"} | {f"foo{i}": 1 for i in range(1000)}),
+        (ChatBody, {"messages": [{"role": "user", "content": "a"} | {f"foo{i}": 1 for i in range(1000)}]}),
+    ],
+)
+def test_of_many_wrong_things_one_is_looked_at(schema: type[Body], body: dict[str, Any]) -> None:
+    """All of a large body's would keep the interpreter, and with it the steps of all requests, for ten seconds."""
+    with pytest.raises(ValidationError) as caught:
+        schema.model_validate(body)
+    assert caught.value.error_count() == 1
 
 
 def test_the_served_name_is_accepted(planner: Planner) -> None:

@@ -33,11 +33,12 @@ def load_library(name: str) -> ctypes.CDLL | None:
     try:
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd_serve" / "kernels"
         target = folder / f"{name}-{key}.so"
-        folder.mkdir(parents=True, exist_ok=True)
-        with open(folder / f"{name}.lock", "w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)
-            if not target.exists():
-                _compile([_nvcc(), *command[1:], str(source)], target)
+        if not target.exists():  # else the folder may be on a read-only file system
+            folder.mkdir(parents=True, exist_ok=True)
+            with open(folder / f"{name}.lock", "w") as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
+                if not target.exists():
+                    _compile([_nvcc(), *command[1:], str(source)], target)
         return ctypes.CDLL(str(target))
     except (
         OSError,
