@@ -292,7 +292,7 @@ def _check_combinations(config: Config) -> None:
     if server.api_key is not None and (not server.api_key or server.api_key != server.api_key.strip()):
         raise ConfigError("--api-key is empty, or begins or ends with white space; give another one")
     if server.api_key is not None and server.no_api_key:
-        raise ConfigError("--api-key and --no-api-key contradict each other; give one of them")
+        raise ConfigError("--no-api-key contradicts --api-key (or SPMD_SERVE_API_KEY); give one of them")
 
 
 # ---- command line -------------------------------------------------------------------------------------------------
