@@ -290,8 +290,11 @@ def _rank0_say_ready(url: str, name: str, config: Config, seconds: float) -> Non
     if config.server.address_file:
         path = Path(config.server.address_file)
         partial = path.with_name(path.name + ".part")
-        partial.write_text(url + "\n")
-        partial.replace(path)
+        try:
+            partial.write_text(url + "\n")
+            partial.replace(path)
+        except OSError as error:  # the disk has filled up meanwhile, say
+            raise ConfigError(f"--address-file: {path} cannot be written ({error.strerror})") from None
 
 
 def run() -> NoReturn:

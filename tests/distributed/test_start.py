@@ -16,7 +16,8 @@ from support.checkpoints import make_checkpoint, write_tokenizer
 from torchrun_job import Job
 
 from spmd_serve.__main__ import _Over, _rank0_options, _rank0_say_ready, default_name
-from spmd_serve.config import Config
+from spmd_serve.config import Config, ServerOptions
+from spmd_serve.errors import ConfigError
 
 StartJob = Callable[..., Job]
 TWO = [{}, {}]
@@ -45,6 +46,14 @@ def test_an_address_file_in_no_folder_is_told_before_anything_is_loaded(
     over = _rank0_options(["--port", "0", "--address-file", str(tmp_path)])
     assert isinstance(over, _Over) and over.exit_code == 2
     assert f"{tmp_path} cannot be written" in capsys.readouterr().err
+
+
+def test_an_address_file_that_cannot_be_written_when_it_is_time(tmp_path: Path) -> None:
+    """A disk that has filled up during the start, say."""
+    (tmp_path / "address.part").mkdir()
+    config = Config(server=ServerOptions(address_file=str(tmp_path / "address")))
+    with pytest.raises(ConfigError, match=f"--address-file: {tmp_path}/address cannot be written"):
+        _rank0_say_ready("http://x", "model", config, 1.0)
 
 
 @pytest.mark.parametrize("key", ["", " secret", "secret\n"])
