@@ -78,7 +78,8 @@ def decode_attention(
     merge_group = triton.next_power_of_2(group)
     _decode[(kv_heads, rows, config.splits)](
         q, k_cache, v_cache, page_table, slots, lengths, out, workspace.sums, workspace.maxima, workspace.arrived,
-        None if rotation is None else rotation.positions, table, None if rotation is None else rotation.q_scale, None if rotation is None else rotation.k_scale,
+        None if rotation is None else rotation.positions, table,
+        None if rotation is None else rotation.q_scale, None if rotation is None else rotation.k_scale,
         0.0 if rotation is None else rotation.eps, scale, 0.0 if softcap is None else softcap,
         page_table.stride(0), q.stride(0),
         KV_HEADS=kv_heads, GROUP=group, BLOCK_G=max(8, triton.next_power_of_2(group)), HEAD_DIM=head_dim,
@@ -86,7 +87,8 @@ def decode_attention(
         FUSED=rotation is not None, NORM=rotation is not None and rotation.q_scale is not None,
         HALF=0 if table is None else table.shape[2], SLICES=config.slices, BLOCK=config.block, SPLITS=config.splits,
         SPLIT_STEPS=config.split_steps, MERGE_G=merge_group, MERGE=min(config.splits, max(1, 4096 // (merge_group * block_d))),
-        AHEAD=config.ahead and rotation is not None, LEAVES_EARLY=config.leaves_early, num_warps=config.warps, num_stages=config.stages, **launch_options(rows),
+        AHEAD=config.ahead and rotation is not None, LEAVES_EARLY=config.leaves_early,
+        num_warps=config.warps, num_stages=config.stages, **launch_options(rows),
     )  # fmt: skip
     return out
 
@@ -213,15 +215,15 @@ def _decode(
     total = tl.zeros((SLICES, BLOCK_G), tl.float32)
     acc = tl.zeros((SLICES, BLOCK_D, BLOCK_G), tl.float32)
     if AHEAD:
-        top, total, acc = _attend(
-            first_k.to(query.dtype), first_v.to(query.dtype), low + lanes < high, queries, top, total, acc, scale, softcap, SOFTCAP
-        )  # fmt: skip
+        there = low + lanes < high
+        k, v = first_k.to(query.dtype), first_v.to(query.dtype)
+        top, total, acc = _attend(k, v, there, queries, top, total, acc, scale, softcap, SOFTCAP)
         low += step
     for start in tl.range(low, high, step):
-        k, v = _cached(k_cache, v_cache, table, start + lanes, high, head, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE)
-        top, total, acc = _attend(
-            k.to(query.dtype), v.to(query.dtype), start + lanes < high, queries, top, total, acc, scale, softcap, SOFTCAP
-        )  # fmt: skip
+        t = start + lanes
+        k, v = _cached(k_cache, v_cache, table, t, high, head, KV_HEADS, HEAD_DIM, BLOCK_D, PAGE_SIZE)
+        k, v = k.to(query.dtype), v.to(query.dtype)
+        top, total, acc = _attend(k, v, t < high, queries, top, total, acc, scale, softcap, SOFTCAP)
 
     if LEAVES_EARLY and PDL == 1:
         tl.extra.cuda.gdc_launch_dependents()

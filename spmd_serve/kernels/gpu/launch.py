@@ -2,9 +2,9 @@
 
 The rule that makes it safe: every kernel waits for its predecessor (`wait_for_inputs`), in every program that writes
 anything, of which it has one at least. Before the wait it reads what neither its predecessor nor any later kernel writes
-(weights, tables, the cache of earlier steps' tokens) and nothing else. A kernel may
-let its successor start right after its own wait (early), or at any later point: then, before a wait, all kernels but the
-predecessor have finished, and only that one may still run.
+(weights, tables, the cache of earlier steps' tokens) and nothing else. A kernel may let its successor start right after its own
+wait (early), or at any later point: then, before a wait, all kernels but the predecessor have finished, and only that one may
+still run.
 
 A compilation takes up to a second, so no kernel may be compiled under a request. What is captured or run before the server is
 ready must be all there is: numbers that vary from step to step are not specialised on, nor is the alignment of index tensors,
