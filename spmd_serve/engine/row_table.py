@@ -61,7 +61,7 @@ class RowTable:
             [[r.slot, r.num_cached, r.rope_offset, r.params.seed, min(r.params.top_k, 2**31 - 1)] for r in new_rows],
             dtype=np.int64,
         )
-        floats = np.array([[p.temperature, p.top_p, p.min_p] for p in (r.params for r in new_rows)], dtype=np.float32)
+        floats = np.array([[r.params.temperature, r.params.top_p, r.params.min_p] for r in new_rows], dtype=np.float32)
         slots, lengths, offsets, seeds, top_k = upload(ints.T, self.device).unbind()
         self.length.index_copy_(0, slots, lengths)
         self.rope_offset.index_copy_(0, slots, offsets)

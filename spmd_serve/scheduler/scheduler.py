@@ -80,7 +80,6 @@ class Scheduler:
         self._prefill_share = options.prefill_share
         self._max_batch_tokens = resolved(options.max_batch_tokens)
         self._overlap = overlap
-        self._short_context = short_context
         self._tables = PageTables(page_size, num_pages)
         self._intake = Intake(
             options,
@@ -269,7 +268,7 @@ class Scheduler:
     def _admit(self, sequence: Sequence, new_rows: list[NewRow]) -> bool:
         """Give a waiting sequence a row and the pages of all its known tokens; False if it must go on waiting."""
         if len(sequence.tokens) > sequence.switch_at:
-            sequence.become_long(self._short_context)
+            sequence.become_long()
         # Every running sequence may grow by a page before the newcomer has to give way again.
         if not self._free_slots or not self._tables.open(sequence, self._free_slots[0], headroom=len(self._running)):
             return False

@@ -83,10 +83,9 @@ class Sequence:
         self.size_order = (self.order[0], self.num_prompt, self.order[1])
         self.min_length = self.num_prompt + self.params.min_tokens
 
-    def become_long(self, short_context: int) -> None:
-        """Take the rotary frequencies of sequences with more than `short_context` tokens. Before it gets a row: K and V differ."""
-        self.switch_at = self.limit
-        self.rope_offset = short_context
+    def become_long(self) -> None:
+        """Take the rotary frequencies of sequences with more than `switch_at` tokens. Before it gets a row: K and V differ."""
+        self.rope_offset, self.switch_at = self.switch_at, self.limit
         self.salt = b"\xff" + self.salt  # no text's UTF-8 begins so
 
     def __lt__(self, other: Sequence) -> bool:

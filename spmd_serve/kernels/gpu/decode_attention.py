@@ -73,18 +73,17 @@ def decode_attention(
         return out
     if config is None:
         config = choose_config(rows, kv_heads, head_dim)
-    table = None if rotation is None else rotation.rope_table
+    turn = rotation or Rotation(lengths, None)  # without one nothing of it is read
+    table = turn.rope_table
     block_d = triton.next_power_of_2(head_dim)
     merge_group = triton.next_power_of_2(group)
     _decode[(kv_heads, rows, config.splits)](
         q, k_cache, v_cache, page_table, slots, lengths, out, workspace.sums, workspace.maxima, workspace.arrived,
-        None if rotation is None else rotation.positions, table,
-        None if rotation is None else rotation.q_scale, None if rotation is None else rotation.k_scale,
-        0.0 if rotation is None else rotation.eps, scale, 0.0 if softcap is None else softcap,
+        turn.positions, table, turn.q_scale, turn.k_scale, turn.eps, scale, 0.0 if softcap is None else softcap,
         page_table.stride(0), q.stride(0),
         KV_HEADS=kv_heads, GROUP=group, BLOCK_G=max(8, triton.next_power_of_2(group)), HEAD_DIM=head_dim,
         BLOCK_D=block_d, PAGE_SIZE=page_size, WINDOW=window or 0, SOFTCAP=softcap is not None,
-        FUSED=rotation is not None, NORM=rotation is not None and rotation.q_scale is not None,
+        FUSED=rotation is not None, NORM=turn.q_scale is not None,
         HALF=0 if table is None else table.shape[2], SLICES=config.slices, BLOCK=config.block, SPLITS=config.splits,
         SPLIT_STEPS=config.split_steps, MERGE_G=merge_group, MERGE=min(config.splits, max(1, 4096 // (merge_group * block_d))),
         AHEAD=config.ahead and rotation is not None, LEAVES_EARLY=config.leaves_early,
