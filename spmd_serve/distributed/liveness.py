@@ -34,7 +34,7 @@ REPORT_S = 1.0  # how long a finding may take to get on the board
 START_STOP_S = 5.0  # how long the main thread may take to heed a stop while starting, and then to leave
 STOP_SILENCE_S = 10.0  # a rank that is silent this long once all are to stop does not leave by itself
 GRACE_S = 3.0  # from a failure to the forced exit: rank 0 ends open requests in this time
-LATE_S = 2.0  # a watcher that comes this late was suspended or starved
+LATE_S = 0.5  # a watcher that comes this late was suspended or starved, and so may the others have been
 
 
 class Liveness:
@@ -210,8 +210,8 @@ class Liveness:
 
     def _look(self, now: float) -> None:
         messenger = self._messenger
-        late = now - self._last_look - LATE_S
-        if late > 0:  # that is no silence of the others
+        late = now - self._last_look - TICK_S
+        if late > LATE_S:  # that is no silence of the others
             messenger.round_at += late
             messenger.heard = {rank: heard + late for rank, heard in messenger.heard.items()}
         self._last_look = now

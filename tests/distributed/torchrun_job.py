@@ -17,6 +17,7 @@ from support.ports import free_port
 
 HERE = Path(__file__).parent
 READY_S = 90.0  # a loaded machine may take long to import torch
+SLACK_S = 10.0  # and to leave Python; less than the 30 s for which torchrun waits for a rank that does not end
 
 
 class Job:
@@ -126,7 +127,11 @@ class Job:
         self.processes[0].send_signal(number)
 
     def await_end(self, timeout_s: float) -> int:
-        """Exit code of torchrun (of rank 0 without it) once all of the job is gone; fails when it is not in time."""
+        """Exit code of torchrun (of rank 0 without it) once all of the job is gone; fails when it is not in time.
+
+        timeout_s: what a machine with nothing else to do would need at most.
+        """
+        timeout_s += SLACK_S
         deadline = time.monotonic() + timeout_s
         for process in self.processes:
             try:
