@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 
 GREEDY_BELOW = 1e-5  # temperatures under it would overflow logits / T
+NOT_A_TOKEN = 2**31 - 1  # what a row draws whose logits are not all numbers: some are NaN, or the best is infinite
 
 
 class FinishReason(StrEnum):
@@ -270,7 +271,7 @@ class TokenLogprobs:
 
 @dataclass(frozen=True, slots=True)
 class StepTokens:
-    """What a step sampled: `tokens[i]` belongs to the batch's i-th sampled row.
+    """What a step sampled: `tokens[i]` belongs to the batch's i-th sampled row. It may be NOT_A_TOKEN.
 
     Attributes:
         logprobs: sampled-row index -> logprobs, for the rows that asked.

@@ -66,6 +66,8 @@ class AttentionBackend(ABC):
 
     fuses_decode = False
     """Whether decoding rows go through `decode`; `attend` then gets the chunks' rows only."""
+    weighs_the_rest = False
+    """Whether what lies behind a row's end in its last page is read too, and weighed with 0: it must be numbers."""
 
     @abstractmethod
     def plan(self, batch: AttentionBatch) -> None:

@@ -51,6 +51,8 @@ class ScriptedDecode(NamedTuple):
 class TorchAttention(AttentionBackend):
     """See AttentionBackend."""
 
+    weighs_the_rest = True
+
     def __init__(self) -> None:
         self._groups: list[_DecodeGroup] = []
         self._chunks: list[_Chunk] = []
@@ -99,8 +101,7 @@ def _group_decodes(batch: AttentionBatch) -> list[_DecodeGroup]:
     needed = [-(-n // batch.page_size) for n in lengths]
     slots = batch.decode_slots
     if max(needed) <= 2 * max(min(needed), 16):
-        table = batch.page_table[slots, : max(needed)].long()
-        return [_DecodeGroup(None, _side_by_side(table), batch.decode_lengths)]
+        return [_DecodeGroup(None, _side_by_side(_pages_of(batch, slots, needed)), batch.decode_lengths)]
     order = sorted(range(len(lengths)), key=needed.__getitem__)
     groups: list[list[int]] = []
     for row in order:
@@ -110,9 +111,21 @@ def _group_decodes(batch: AttentionBatch) -> list[_DecodeGroup]:
     out = []
     for members in groups:
         rows = torch.tensor(members, device=slots.device)
-        table = batch.page_table[slots[rows], : needed[members[-1]]].long()
+        table = _pages_of(batch, slots[rows], [needed[row] for row in members])
         out.append(_DecodeGroup(rows, _side_by_side(table), batch.decode_lengths[rows]))
     return out
+
+
+def _pages_of(batch: AttentionBatch, slots: Tensor, needed: list[int]) -> Tensor:
+    """int64 [rows, most pages of a row]. Shorter rows are padded with their own first page.
+
+    What is read there is weighed with 0, but NaN times 0 is NaN: no row may read what another one has computed.
+    """
+    table = batch.page_table[slots, : max(needed)].long()
+    if min(needed) < max(needed):
+        own = torch.arange(table.shape[1]) < torch.tensor(needed)[:, None]
+        table = torch.where(own.to(table.device), table, table[:, :1])
+    return table
 
 
 def _side_by_side(pages: Tensor) -> Pages:

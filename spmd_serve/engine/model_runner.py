@@ -25,7 +25,15 @@ from spmd_serve.errors import DeviceMemoryError
 from spmd_serve.kernels.rows import advance_rows_, decode_inputs
 from spmd_serve.models.decoder import Decoder
 from spmd_serve.models.model_config import ModelConfig
-from spmd_serve.types import NewRow, PrefillChunk, SamplingParams, ScheduledBatch, StepTokens, TokenLogprobs
+from spmd_serve.types import (
+    NOT_A_TOKEN,
+    NewRow,
+    PrefillChunk,
+    SamplingParams,
+    ScheduledBatch,
+    StepTokens,
+    TokenLogprobs,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -205,9 +213,12 @@ class ModelRunner:
             ) from exc
 
     def _admit(self, batch: ScheduledBatch) -> None:
+        assert self._kv is not None, "allocate comes before launch"
         rows = self._rows
         rows.start_rows(batch.new_rows)
-        rows.write_pages(batch.page_writes)
+        last_pages = rows.write_pages(batch.page_writes)
+        if self._attention.weighs_the_rest:
+            self._kv.blank(last_pages)
         for row in batch.new_rows:
             self._extras.pop(row.slot, None)
             self._filtered.discard(row.slot)
@@ -221,7 +232,7 @@ class ModelRunner:
     # ---- any step, launched op by op -----------------------------------------------------------------------------
 
     def _launch_eager(self, batch: ScheduledBatch) -> PendingStep:
-        assert self._kv is not None, "allocate comes before launch"
+        assert self._kv is not None
         step = build_forward_batch(batch, self._rows, self._limits.page_size)
         self._attention.plan(step.attention)
         asking = self._prompts_to_score(batch)
@@ -316,7 +327,11 @@ class ModelRunner:
 
         def finish() -> StepTokens:
             ids = read()
-            ends = {i: extra.grammar.accept(ids[i]) for i, extra in extras if extra.grammar is not None}
+            ends = {
+                i: extra.grammar.accept(ids[i])
+                for i, extra in extras
+                if extra.grammar is not None and ids[i] != NOT_A_TOKEN
+            }
             found = dict(zip(wants, logprobs.read(), strict=True)) if logprobs is not None else {}
             grammar_ends = {i: end for i, end in ends.items() if end is not None}
             return StepTokens(ids, found, _read(prompt_logprobs), grammar_ends)

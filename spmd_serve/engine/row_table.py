@@ -71,20 +71,27 @@ class RowTable:
         for table, values in zip(tables, upload(floats.T, self.device), strict=True):
             table.index_copy_(0, slots, values)
 
-    def write_pages(self, page_writes: Sequence[tuple[int, int, list[int]]]) -> None:
-        """Put page ids into the rows: (slot, first logical page, pages). A page may be replaced by one of equal content."""
+    def write_pages(self, page_writes: Sequence[tuple[int, int, list[int]]]) -> list[int]:
+        """Put page ids into the rows: (slot, first logical page, pages). A page may be replaced by one of equal content.
+
+        Returns the rows' new last pages, which their tokens do not fill at once.
+        """
         if not page_writes:
-            return
+            return []
+        last: list[int] = []
         where: list[int] = []
         what: list[int] = []
         for slot, first, pages in page_writes:
             assert first <= len(self.pages[slot]), "a row's pages have no gaps"
+            if first == len(self.pages[slot]):
+                last.append(pages[-1])
             self.pages[slot][first : first + len(pages)] = pages
             base = slot * self.max_pages + first
             where += range(base, base + len(pages))
             what += pages
         indices, values = upload(np.array([where, what], dtype=np.int64), self.device).unbind()
         self.page_table.view(-1).index_copy_(0, indices, values.int())
+        return last
 
     def advance(self, slots: torch.Tensor, lengths: torch.Tensor, chunk_ends: torch.Tensor | None = None) -> None:
         """Set the rows' lengths after a step: of decoded `slots`, and [2, n] slots and lengths of prefilled rows."""

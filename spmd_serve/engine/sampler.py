@@ -40,7 +40,7 @@ class Sampler:
             slots: int64 [rows], the rows' places in the tables.
 
         Returns:
-            int64 [rows], equal on all ranks.
+            int64 [rows], equal on all ranks; NOT_A_TOKEN where the logits are not numbers.
         """
         values, indices = gumbel_argmax(logits, temperature, seeds, positions, self._vocab.start, slots)
         return self._comm.best_index(values, indices)  # collective; of equals the lowest rank's, so the lowest index

@@ -209,11 +209,12 @@ class Dispatcher:
         else:
             choice.end(FinishReason.ERROR)
             code = finish.code or "internal_error"
-            choice.generation.error = choice.generation.error or RequestError(
-                finish.message or "the server ended this request",
-                status=_STATUS_OF_CODE.get(code, 500),
-                code=code,
-            )
+            status = _STATUS_OF_CODE.get(code, 500)
+            message = finish.message or "the server ended this request"
+            if choice.generation.error is None:
+                choice.generation.error = RequestError(message, status=status, code=code)
+                if status == 500:  # nobody but the operator can do something about it
+                    logger.error("a request failed: %s", message)
         self._ended(choice, dirty, accepted=finish.code not in _REFUSALS)
 
     def _ended(self, choice: Choice, dirty: list[Generation], *, accepted: bool = True) -> None:

@@ -23,6 +23,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from spmd_serve.types import NOT_A_TOKEN
+
 # Shared with the Triton kernel.
 GOLDEN64 = 0x9E3779B97F4A7C15
 MIX64_A = 0xBF58476D1CE4E5B9
@@ -49,7 +51,7 @@ def gumbel_argmax(
     """Each row's best noisy logit and its vocabulary index; the lowest index wins ties.
 
     Args:
-        logits: [B, V], any float dtype; finite or -inf (a filtered token). V may be 0 (a rank that owns no rows).
+        logits: [B, V], any float dtype; -inf is a filtered token. V may be 0 (a rank that owns no rows).
         temperature: [B] float32; 0 is greedy (the plain argmax, no noise).
         seeds, positions: [B] int64; position is that of the token being sampled.
         vocab_offset: vocabulary index of logits[:, 0], when V is one rank's shard.
@@ -58,6 +60,7 @@ def gumbel_argmax(
     Returns:
         values [B] float32: logit / temperature + G, or the logit itself in a greedy row; -inf where V is 0.
         indices [B] int64: in the whole vocabulary. The best pair over shards is the best over the vocabulary.
+        A row with NaN or +inf in it has the value +inf and the index NOT_A_TOKEN, a pair that no other shard's beats.
     """
     if logits.is_cuda:
         from spmd_serve.kernels.gpu import gumbel as gpu
@@ -86,9 +89,11 @@ def gumbel_argmax_cpu(
                 inverse = np.float32(1.0) / np.float32(t)
                 values[row], indices[row] = _best_noisy(scores[row], inverse, row_key(seed, position), vocab_offset)
             else:
-                indices[row] = best = int(scores[row].argmax())
+                indices[row] = best = int(scores[row].argmax())  # the first NaN, if there is one
                 values[row] = scores[row, best]
-    return torch.from_numpy(values), torch.from_numpy(indices + vocab_offset)
+    broken = ~(values < np.inf)
+    values[broken] = np.inf
+    return torch.from_numpy(values), torch.from_numpy(np.where(broken, NOT_A_TOKEN, indices + vocab_offset))
 
 
 def row_key(seed: int, position: int) -> int:
@@ -126,6 +131,7 @@ def _best_noisy(logits: Floats, inverse: Any, key: int, vocab_offset: int) -> tu
     Two logarithms for each entry would be most of the cost. E >= u, and a float's bits, read as an integer, are a
     piecewise linear log2 from below: that bounds every score from above for a tenth of the work, and only the few
     entries whose bound reaches the best one's score need the true value. The result is the same, by construction.
+    The value is NaN or +inf if a logit is.
     """
     best: Any = -np.inf
     where = 0
@@ -137,6 +143,8 @@ def _best_noisy(logits: Floats, inverse: Any, key: int, vocab_offset: int) -> tu
         bound += np.float32(127 * _LN2 + 1e-4)  # the 1e-4 covers all rounding in here
         bound += scaled
         lead = bound.argmax()
+        if not bound[lead] < np.inf:
+            return bound[lead], 0
         floor = scaled[lead] + gumbel_noise(u[lead : lead + 1])[0]
         few = np.flatnonzero(bound >= max(floor, best))
         if len(few):

@@ -38,7 +38,7 @@ def lookup(table: Tensor, index: Tensor, first: int, *, whole: bool) -> Tensor:
     Args:
         table: [rows, width], contiguous; its first row is number `first`.
         index: int64 [n].
-        whole: nothing is outside.
+        whole: nothing is outside but NOT_A_TOKEN, for which any row will do.
 
     Returns:
         [n, width].
@@ -48,7 +48,7 @@ def lookup(table: Tensor, index: Tensor, first: int, *, whole: bool) -> Tensor:
 
         return gpu.lookup(table, index, first)
     if whole:
-        return F.embedding(index, table)
+        return F.embedding(index.clamp(max=table.shape[0] - 1), table)
     local = index - first
     mine = (local >= 0) & (local < table.shape[0])
     if table.shape[0] == 0:

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
-from spmd_serve.scheduler.prefix_cache import ROOT, PrefixCache
+from spmd_serve.scheduler.prefix_cache import PrefixCache
 
 
 class PagePool:
@@ -113,7 +113,7 @@ class PagePool:
         assert idle <= tree.keys(), "a cached page is not in the prefix cache"
         place = {page: i for i, page in enumerate(self._idle)}
         for page, (parent, _) in tree.items():
-            if parent != ROOT:
+            if parent >= 0:  # neither a first page nor hidden
                 assert parent in tree, f"page {page} is in the prefix cache without its parent {parent}"
                 assert counted[parent] >= counted[page], f"page {page} is held without its parent {parent}"
                 assert parent not in place or place[page] < place[parent], (

@@ -83,6 +83,16 @@ class PageTables:
                 self._writes.append((sequence.slot, index, [page]))
         sequence.num_shared = stop
 
+    def distrust(self, sequence: Sequence) -> None:
+        """What was computed of the sequence is wrong: nobody may find it in the prefix cache.
+
+        Nor what it found there itself, since that may be where it went wrong. Sequences that hold its pages keep them.
+        """
+        if sequence.use_cache:
+            sequence.use_cache = False
+            for page in self.cache.match(sequence.tokens, 1, sequence.salt):
+                self.cache.hide(page)
+
     def close(self, sequence: Sequence) -> None:
         """Give all pages back; those with committed contents stay cached. Nothing is written for the row any more.
 

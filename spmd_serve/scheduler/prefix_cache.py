@@ -73,6 +73,12 @@ class PrefixCache:
             kept.append(parent)
         return kept
 
+    def hide(self, page: int) -> None:
+        """Never find the prefix that ends in `page` again, nor any that goes on from it. The pages stay until they are evicted."""
+        del self._page_of[self.edge_of[page]]
+        edge = self.edge_of[page] = (-2 - page, b"")  # no page's child
+        self._page_of[edge] = page
+
     def remove(self, page: int) -> None:
         """Take a page without children out of the tree."""
         del self._page_of[self.edge_of.pop(page)]

@@ -12,6 +12,7 @@ from operator import attrgetter
 from typing import NamedTuple
 
 from spmd_serve.config import SchedulerOptions, resolved
+from spmd_serve.scheduler.broken import BROKEN, find_broken
 from spmd_serve.scheduler.decoding import Decoding
 from spmd_serve.scheduler.digest import RollingDigest
 from spmd_serve.scheduler.intake import Intake
@@ -306,13 +307,17 @@ class Scheduler:
         )
         assert len(result.tokens) == batch.num_sampled, f"{len(result.tokens)} tokens for {batch.num_sampled} rows"
         self._digest.fold_tokens(batch.step, result.tokens)
-        for i, prompt_logprobs in result.prompt_logprobs.items():
-            self._outbox.add_prompt_logprobs(oldest.chunks[i], batch.chunks[i], prompt_logprobs)
         sampled = oldest.decodes
         if oldest.chunks:
             sampled = sampled + [s for s, chunk in zip(oldest.chunks, batch.chunks, strict=True) if chunk.samples]
-            for sequence, chunk in zip(oldest.chunks, batch.chunks, strict=True):
-                self._commit_chunk(sequence, chunk)
+        for sequence in find_broken(result, sampled, oldest.chunks):  # before anything of them is put out
+            if sequence.status is not _FINISHED:
+                self._tables.distrust(sequence)
+                self._finish(sequence, FinishReason.ERROR, BROKEN, "model_error")
+        for i, prompt_logprobs in result.prompt_logprobs.items():
+            self._outbox.add_prompt_logprobs(oldest.chunks[i], batch.chunks[i], prompt_logprobs)
+        for sequence, chunk in zip(oldest.chunks, batch.chunks, strict=True):
+            self._commit_chunk(sequence, chunk)
         if result.logprobs:
             self._outbox.add_logprobs(sampled, result.logprobs)
         uids, tokens = self._outbox.output.uids, self._outbox.output.tokens

@@ -17,6 +17,7 @@ from spmd_serve.kernels.gumbel import gumbel_argmax, gumbel_argmax_cpu
 from spmd_serve.kernels.linear import Norm, linear
 from spmd_serve.kernels.norm import add_rms_norm_, rms_norm
 from spmd_serve.kernels.rope_cache import rope_and_cache, rope_and_cache_torch
+from spmd_serve.types import NOT_A_TOKEN
 
 pytestmark = pytest.mark.gpu
 DEVICE = torch.device("cuda")
@@ -214,6 +215,16 @@ def test_gumbel_argmax(rows: int, vocab: int, dtype: torch.dtype) -> None:
     ]
     winner = torch.stack([p[0] for p in parts]).argmax(0)
     assert torch.equal(torch.stack([p[1] for p in parts]).gather(0, winner[None])[0], index)
+
+
+def test_gumbel_argmax_of_what_is_no_number() -> None:
+    logits = torch.randn(6, 151_936, device=DEVICE)
+    logits[0, 150_000] = logits[1, 40] = torch.nan
+    logits[2, 1025] = logits[3, 7] = torch.inf
+    table = torch.tensor([0.0, 0.7] * 3, device=DEVICE), *[torch.arange(6, device=DEVICE)] * 2
+    _, index = gumbel_argmax(logits, *table)
+    _, expected = gumbel_argmax_cpu(logits.cpu(), *(t.cpu() for t in table))
+    assert index.tolist() == expected.tolist() and index.tolist().count(NOT_A_TOKEN) == 4
 
 
 def test_gumbel_draws_follow_the_softmax() -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from spmd_serve.kernels.gumbel import _splitmix64, gumbel_argmax, gumbel_noise, row_key, uniforms
+from spmd_serve.types import NOT_A_TOKEN
 
 M32 = (1 << 32) - 1
 
@@ -107,3 +108,19 @@ def test_a_row_does_not_depend_on_the_batch_and_shards_agree() -> None:
     winner = all_values.argmax(0)
     assert torch.equal(all_values.gather(0, winner[None])[0], values)
     assert torch.equal(all_index.gather(0, winner[None])[0], index)
+
+
+def test_logits_that_are_no_numbers() -> None:
+    """NaN or +inf anywhere, with and without noise: no token, on whichever shard; the rows beside it have theirs."""
+    vocab = 70_000
+    logits = torch.randn(6, vocab, generator=torch.Generator().manual_seed(1))
+    temperature, seeds = torch.tensor([0.0, 1.0] * 3), torch.arange(6)
+    whole = gumbel_argmax(logits, temperature, seeds, seeds)
+    logits[2, 69_000] = logits[3, 100] = torch.nan
+    logits[4, 5] = logits[5, 40_000] = torch.inf
+    logits[:2, 3] = -torch.inf
+    bounds = [0, 30_000, 30_000, vocab]
+    shards = [gumbel_argmax(logits[:, a:b], temperature, seeds, seeds, a) for a, b in itertools.pairwise(bounds)]
+    values, index = (torch.stack(part) for part in zip(*shards, strict=True))
+    drawn = index.gather(0, values.argmax(0)[None])[0]
+    assert drawn.tolist() == [*whole[1][:2].tolist(), *[NOT_A_TOKEN] * 4]

@@ -23,6 +23,7 @@ from spmd_serve.kernels.gumbel import gumbel_argmax_cpu
 from spmd_serve.kernels.linear import Norm, linear_torch
 from spmd_serve.kernels.norm import add_rms_norm_torch_, rms_norm_torch
 from spmd_serve.kernels.rope_cache import rope_and_cache_torch
+from spmd_serve.types import NOT_A_TOKEN
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # the interpreter's
 DTYPES = [torch.float32, torch.bfloat16]
@@ -109,6 +110,18 @@ def test_gumbel_argmax(vocab: int, dtype: torch.dtype, rng: torch.Generator) -> 
     expected_values, expected_index = gumbel_argmax_cpu(logits, temperature, seeds, positions, 1000)
     assert index.tolist() == expected_index.tolist()
     torch.testing.assert_close(values, expected_values, rtol=1e-5, atol=1e-5)
+
+
+def test_gumbel_argmax_of_what_is_no_number(rng: torch.Generator) -> None:
+    logits = torch.randn(6, 5001, generator=rng)
+    logits[0, 5000] = logits[1, 40] = torch.nan
+    logits[2, 1025] = logits[3, 7] = torch.inf
+    logits[4, 9] = -torch.inf
+    table = torch.tensor([0.0, 0.7] * 3), torch.arange(6), torch.arange(6)
+    got = gumbel.gumbel_argmax(logits, *table, 1000)
+    expected = gumbel_argmax_cpu(logits, *table, 1000)
+    assert got[1].tolist() == expected[1].tolist() and got[1].tolist().count(NOT_A_TOKEN) == 4
+    torch.testing.assert_close(got[0], expected[0], rtol=1e-5, atol=1e-5)
 
 
 def test_gumbel_argmax_of_rows_of_a_table(rng: torch.Generator) -> None:

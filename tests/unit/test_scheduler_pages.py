@@ -5,7 +5,9 @@ from __future__ import annotations
 import random
 
 import pytest
-from toy_engine import ToyLoop, prompts, random_prompt
+from toy_engine import POISON, ToyLoop, prompts, random_prompt
+
+from spmd_serve.types import StepInput, StepTokens, TokenLogprobs
 
 BOTH = pytest.mark.parametrize("overlap", [False, True])
 
@@ -217,3 +219,40 @@ def test_preempted_prompt_logprobs_come_once(overlap: bool) -> None:
     assert len(again) > 4, "nobody was preempted: the test shows nothing"
     for uid in (1, 2, 3):  # ToyLoop checks that positions are consecutive over steps
         assert loop.prompt_logprobs[uid] == [(position, texts[uid][position]) for position in range(1, 12)]
+
+
+@BOTH
+@pytest.mark.parametrize("later", [0, 1, 5])
+def test_a_row_without_numbers_ends_alone(overlap: bool, later: int) -> None:
+    """NaN after the prompt, or `later` in the answer: an error, no token, and nobody finds its pages in the cache."""
+    loop = ToyLoop(overlap=overlap)
+    (prompt,) = prompts(1, 12, 12)
+    broken = [*prompt, POISON + later]
+    fields = {"max_tokens": 10, "ignore_eos": True, "logprobs": 0}
+    loop.run([loop.request(0, broken, **fields), loop.request(1, prompt, **fields), loop.request(2, broken, **fields)])
+    assert {uid: (finish.reason, finish.code) for uid, finish in loop.ended.items()} == {
+        0: ("error", "model_error"),
+        1: ("length", ""),
+        2: ("error", "model_error"),
+    }
+    assert "NaN" in loop.ended[0].message and "--dtype" in loop.ended[0].message
+    assert len(loop.texts.get(0, [])) == later
+    loop.run([loop.request(3, broken, **fields)])
+    assert loop.cached.get(3, 0) == 0
+    loop.run([loop.request(4, prompt, **fields)])
+    loop.run([loop.request(5, prompt, **fields)])
+    assert loop.cached[5] == 8  # of 12 tokens, one is always computed
+    loop.check_texts()
+
+
+def test_a_prompt_without_numbers_ends_before_its_log_probabilities_come_out() -> None:
+    """Where no token is drawn, too."""
+    loop = ToyLoop()
+    scheduler, nan = loop.scheduler, TokenLogprobs(float("nan"), 1)
+    scheduler.apply(StepInput(0, 0.0, (loop.request(0, [1, 2, 3], max_tokens=0, prompt_logprobs=0),)))
+    batch = scheduler.schedule()
+    assert batch is not None
+    scheduler.commit(batch, StepTokens([], prompt_logprobs={0: [TokenLogprobs(-1.0, 1), nan]}))
+    output = scheduler.take_output()
+    assert output.prompt_logprobs == [] and [finish.code for finish in output.finished] == ["model_error"]
+    scheduler.check_invariants()

@@ -6,11 +6,11 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from toy_engine import VOCAB, ToyLoop, make_loop, random_traffic
+from toy_engine import POISON, VOCAB, ToyLoop, make_loop, random_traffic
 
 from spmd_serve.types import Abort, FinishReason, Request, ServicePhase
 
-TOKEN = st.integers(1, VOCAB - 1)
+TOKEN = st.one_of(st.integers(1, VOCAB - 1), st.integers(1, VOCAB - 1), st.integers(POISON, POISON + 20))
 SHARED = [list(range(1, 20)), [1, 2, 3, 4, 9, 9, 9, 9, 9, 9, 9, 9, 9]]  # prompts begin with a part of one of these
 
 

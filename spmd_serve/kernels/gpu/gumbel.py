@@ -8,6 +8,7 @@ from triton.language.extra import libdevice
 
 from spmd_serve.kernels import gumbel
 from spmd_serve.kernels.gpu.launch import INTERPRETED, launch_options, wait_for_inputs
+from spmd_serve.types import NOT_A_TOKEN
 
 GOLDEN64 = tl.constexpr(gumbel.GOLDEN64)
 MIX64_A = tl.constexpr(gumbel.MIX64_A)
@@ -17,6 +18,7 @@ MIX32_A = tl.constexpr(gumbel.MIX32_A)
 MIX32_B = tl.constexpr(gumbel.MIX32_B)
 LARGEST_BELOW_ONE = tl.constexpr(gumbel.LARGEST_BELOW_ONE)
 NO_LIBDEVICE = tl.constexpr(INTERPRETED)
+BROKEN = tl.constexpr(NOT_A_TOKEN)  # the largest int32: any index is below it
 
 BLOCK = 1024
 PROGRAMS = 132 * 8  # about how many programs to cut the batch into: a few for each multiprocessor
@@ -114,11 +116,11 @@ def _best_of_slice(
         score = tl.load(base + offs, mask=offs < vocab, other=float("-inf")).to(tl.float32) * inverse
         if noisy:
             score += _gumbel((offs + vocab_offset).to(tl.uint32), low, high)
-        better = score > best
-        best = tl.where(better, score, best)
-        where = tl.where(better, offs, where)
+        where = tl.where(score > best, offs, where)
+        best = tl.maximum(best, score, propagate_nan=tl.PropagateNan.ALL)
+    best = tl.where(best < float("inf"), best, float("inf"))  # NaN becomes infinite too
     top = tl.max(best, axis=0)
-    index = tl.min(tl.where(best == top, where, 2147483647), axis=0)
+    index = tl.min(tl.where((best == top) & (best < float("inf")), where, BROKEN), axis=0)
     out = row * tl.num_programs(1) + split
     tl.store(part_values + out, top)
     tl.store(part_indices + out, index)
@@ -132,8 +134,8 @@ def _best_of_slices(
     wait_for_inputs(PDL)
     lanes = tl.arange(0, BLOCK)
     best = tl.load(part_values + row * splits + lanes, mask=lanes < splits, other=float("-inf"))
-    where = tl.load(part_indices + row * splits + lanes, mask=lanes < splits, other=2147483647)
+    where = tl.load(part_indices + row * splits + lanes, mask=lanes < splits, other=BROKEN)
     top = tl.max(best, axis=0)
-    index = tl.min(tl.where(best == top, where, 2147483647), axis=0)
+    index = tl.min(tl.where(best == top, where, BROKEN), axis=0)
     tl.store(values + row, top)
-    tl.store(indices + row, index.to(tl.int64) + vocab_offset)
+    tl.store(indices + row, tl.where(index < BROKEN, index.to(tl.int64) + vocab_offset, BROKEN))
