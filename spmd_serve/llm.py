@@ -39,6 +39,7 @@ class Generation:
         times: time.perf_counter() at which each token came out of the step loop, in seconds.
         logprobs: of each generated token, if asked for.
         prompt_logprobs: of each prompt token from the second on, if asked for.
+        error: why it ended in the midst, if finish_reason is "error"; what had come out until then is here.
         text: as the server would show it: without the token that stopped the generation, and without special tokens.
     """
 
@@ -49,6 +50,7 @@ class Generation:
     prompt_logprobs: list[TokenLogprobs] = field(default_factory=list)
     cached_tokens: int = 0
     finish_reason: FinishReason | None = None
+    error: str = ""
     text: str = ""
 
 
@@ -58,18 +60,12 @@ class _OfflineLink(GivenLink):
     def __init__(self) -> None:
         super().__init__([])
         self._results: dict[int, Generation] = {}
-        self._error = ""
         self._on_tokens: Callable[[int], None] | None = None
 
     def submit(
-        self,
-        requests: list[Request],
-        results: dict[int, Generation],
-        on_tokens: Callable[[int], None] | None,
-        refusal: str = "",
+        self, requests: list[Request], results: dict[int, Generation], on_tokens: Callable[[int], None] | None
     ) -> None:
-        """`refusal`: why some of the results have no request; raised when the others have ended."""
-        self._requests, self._results, self._error, self._on_tokens = requests, results, refusal, on_tokens
+        self._requests, self._results, self._on_tokens = requests, results, on_tokens
 
     def publish(self, output: StepOutput) -> None:
         now = time.perf_counter()
@@ -86,13 +82,8 @@ class _OfflineLink(GivenLink):
         for uid, _, logprobs in output.prompt_logprobs:
             self._results[uid].prompt_logprobs += logprobs
         for finish in output.finished:
-            self._results[finish.uid].finish_reason = finish.reason
-            if finish.reason is FinishReason.ERROR:
-                self._error = finish.message
-
-    def raise_error(self) -> None:
-        if self._error:
-            raise RequestError(self._error)
+            result = self._results[finish.uid]
+            result.finish_reason, result.error = finish.reason, finish.message
 
 
 class LLM:
@@ -141,13 +132,16 @@ class LLM:
     ) -> list[Generation]:
         """Generate for all prompts at once; returns when the last has ended. Collective.
 
+        One that fails in the midst (a grammar that comes to a dead end, numbers that overflow) takes no other with it: its
+        Generation has the `error`.
+
         Args:
             prompts: texts or token ids.
             params: for all prompts, or one for each.
             on_tokens: called on rank 0 with the number of tokens that came out, step by step; for progress.
 
         Raises:
-            RequestError: a prompt cannot be served (too long, say, or its params are wrong); the others have ended.
+            RequestError: a prompt cannot be served (too long, say, or its params are wrong). Nothing was computed.
             TypeError, ValueError: prompts is one text, or params are not as many as prompts.
             RuntimeError: this LLM is closed, or an earlier call ended in the midst of a step.
         """
@@ -161,25 +155,25 @@ class LLM:
         results: dict[int, Generation] = {}
         requests = []
         refusal = ""
-        vocab_size = self._assembly.plan.model.vocab_size
-        for prompt, sampling in zip(prompts, each, strict=True):
+        for index, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
             ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
             results[self._next_uid] = Generation(ids)
-            if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
-                bad = min(ids) if min(ids) < 0 else max(ids)
-                refusal = f"a prompt has the token id {bad}; ids go from 0 to {vocab_size - 1}"
-            elif problem := sampling.problem(vocab_size):
-                refusal = problem
-            else:
+            problem = self._problem(ids, sampling)
+            if not problem:
                 requests.append(Request(self._next_uid, array("i", ids).tobytes(), sampling))
+                problem = self._assembly.scheduler.misfit(requests[-1])
+            if problem and not refusal:
+                refusal = f"prompt {index + 1} of {len(prompts)}: {problem}"
             self._next_uid += 1
-        self._link.submit(requests, results, on_tokens, refusal)
+        # Refused or not, every rank runs the loop: it does not know what the others were given.
+        self._link.submit([] if refusal else requests, results, on_tokens)
         try:
             self._loop.run(until_idle=True)
         except BaseException:  # of on_tokens, or Ctrl-C: this rank's state may be half a step ahead
             self._unusable = "an earlier generate() was interrupted"
             raise
-        self._link.raise_error()
+        if refusal:
+            raise RequestError(refusal)
         if self._tokenizer is not None:
             for result in results.values():
                 result.text = _text_of(result, self._tokenizer)
@@ -190,6 +184,14 @@ class LLM:
         self._unusable = self._unusable or "it has been closed"
         self._assembly.runner.close()
         leave_group()
+
+    def _problem(self, ids: list[int], sampling: SamplingParams) -> str:
+        """What is wrong with one prompt's ids or params, whatever the model's context; empty if nothing is."""
+        vocab_size = self._assembly.plan.model.vocab_size
+        if ids and not 0 <= min(ids) <= max(ids) < vocab_size:
+            bad = min(ids) if min(ids) < 0 else max(ids)
+            return f"it has the token id {bad}; ids go from 0 to {vocab_size - 1}"
+        return sampling.problem(vocab_size)
 
     def _encode(self, text: str) -> list[int]:
         if self._tokenizer is None:

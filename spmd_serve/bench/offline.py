@@ -19,6 +19,7 @@ from typing import Any
 from spmd_serve.bench.stats import percentiles_ms
 from spmd_serve.bench.workloads import Workload, decode, make_workload, offline_256, parse_count, parse_range
 from spmd_serve.distributed.ranks import rank_info
+from spmd_serve.errors import RequestError
 from spmd_serve.llm import LLM, Generation
 from spmd_serve.types import SamplingParams
 
@@ -96,6 +97,9 @@ def run(llm: LLM, workload: Workload, sampling: SamplingParams, seed: int, rank:
     results = llm.generate(workload.prompts(seed), params, on_tokens=progress.add)
     wall = time.perf_counter() - began
     progress.close()
+    failed = [result.error for result in results if result.error]
+    if failed:
+        raise RequestError(f"{len(failed)} of {len(results)} requests failed: {failed[0]}")
     return report_of(workload, results, began, wall) if rank == 0 else {}
 
 

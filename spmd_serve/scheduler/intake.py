@@ -36,23 +36,26 @@ class Intake:
 
     def refuse(self, request: Request, *, draining: bool, waiting: int, free_rows: int) -> Finish | None:
         """The terminal output of a request that can not run, or must not wait; None if it may go on."""
+        if draining:
+            return _refusal(request, "the server is shutting down; ask another one", "draining")
+        misfit = self.misfit(request)
+        if misfit is None and waiting >= self.options.max_queue + free_rows:  # those that get a row at once do not wait
+            return _refusal(request, f"{waiting} requests are waiting already; try again later", "overloaded")
+        return misfit
+
+    def misfit(self, request: Request) -> Finish | None:
+        """The terminal output of a request that could never run."""
         length = len(request.prompt) // _TOKEN_BYTES
         longest = min(self.max_model_len - (request.params.max_tokens > 0), self.capacity)
-        if draining:
-            message, code = "the server is shutting down; ask another one", "draining"
-        elif length == 0:
-            message, code = "the prompt is empty; give at least one token", "empty_prompt"
-        elif length > longest:
-            message = (
-                f"the prompt has {length} tokens; at most {longest} fit "
-                f"(context {self.max_model_len}, KV pool {self.capacity} tokens)"
-            )
-            code = "context_length"
-        elif waiting >= self.options.max_queue + free_rows:  # those that get a row at once do not wait
-            message, code = f"{waiting} requests are waiting already; try again later", "overloaded"
-        else:
+        if length == 0:
+            return _refusal(request, "the prompt is empty; give at least one token", "empty_prompt")
+        if length <= longest:
             return None
-        return Finish(request.uid, FinishReason.ERROR, message, code)
+        message = (
+            f"the prompt has {length} tokens; at most {longest} fit "
+            f"(context {self.max_model_len}, KV pool {self.capacity} tokens)"
+        )
+        return _refusal(request, message, "context_length")
 
     def make_sequence(self, request: Request, now: float) -> Sequence:
         """A new Sequence. `now` is rank 0's time in seconds."""
@@ -76,3 +79,7 @@ class Intake:
             use_cache=self.prefix_cache and params.prompt_logprobs is None,
             synchronous=self.overlap and params.grammar is not None,
         )
+
+
+def _refusal(request: Request, message: str, code: str) -> Finish:
+    return Finish(request.uid, FinishReason.ERROR, message, code)

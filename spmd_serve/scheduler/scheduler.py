@@ -118,6 +118,11 @@ class Scheduler:
         """Whether the next step, as far as is known now, computes nothing but decodes."""
         return bool(self._running) and not self._prefilling and not (self._waiting and self._free_slots)
 
+    def misfit(self, request: Request) -> str:
+        """Why a request could never run; empty if it could."""
+        finish = self._intake.misfit(request)
+        return "" if finish is None else finish.message
+
     @property
     def digest(self) -> StepDigest:
         """The digest of the last committed step (that --digest folds)."""

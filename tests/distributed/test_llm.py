@@ -17,8 +17,8 @@ def test_errors_leave_the_ranks_in_step(tmp_path: Path) -> None:
     first, too_long, too_large, negative, second, cold, no_model, of_the_next_llm = json.loads(out.read_text())
     assert "Paris" in first
     assert second == of_the_next_llm == first
-    assert "the prompt has 3000 tokens; at most 256 fit" in too_long
-    assert too_large == f"a prompt has the token id {2**40}; ids go from 0 to 49151"
-    assert negative == "a prompt has the token id -1; ids go from 0 to 49151"
-    assert cold == "temperature must be from 0 to 100"
+    assert "prompt 2 of 2: the prompt has 3000 tokens; at most 256 fit" in too_long
+    assert too_large == f"prompt 1 of 2: it has the token id {2**40}; ids go from 0 to 49151"
+    assert negative == "prompt 1 of 1: it has the token id -1; ids go from 0 to 49151"
+    assert cold == "prompt 2 of 2: temperature must be from 0 to 100"
     assert "/nowhere" in no_model

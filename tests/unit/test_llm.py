@@ -83,9 +83,30 @@ def test_wrong_params_are_refused_before_they_reach_a_step(tmp_path: Path, wrong
     save_model(tmp_path)
     llm = LLM("--model", str(tmp_path), *OPTIONS)
     try:
-        with pytest.raises(RequestError, match=next(iter(wrong))):
-            llm.generate([[5]], replace(GREEDY, **wrong))
+        seen: list[int] = []
+        with pytest.raises(RequestError, match=f"prompt 2 of 2: .*{next(iter(wrong))}"):
+            llm.generate([[6], [5]], [GREEDY, replace(GREEDY, **wrong)], on_tokens=seen.append)
+        assert seen == []  # whoever has ten thousand prompts wants to know at once
         assert llm.generate([[5]], GREEDY)[0].token_ids
+    finally:
+        llm.close()
+
+
+@pytest.mark.parametrize(
+    ("prompt", "problem"),
+    [([], "empty"), ([5] * 1000, "1000 tokens; at most"), ([5, 99], "token id 99"), ([-1], "token id -1")],
+)
+def test_prompts_that_cannot_be_are_refused_before_the_others_run(
+    tmp_path: Path, prompt: list[int], problem: str
+) -> None:
+    save_model(tmp_path)
+    llm = LLM("--model", str(tmp_path), *OPTIONS)
+    try:
+        seen: list[int] = []
+        with pytest.raises(RequestError, match=f"prompt 2 of 3: .*{problem}"):
+            llm.generate([[6], prompt, [7]], GREEDY, on_tokens=seen.append)
+        assert seen == []
+        assert [len(result.token_ids) for result in llm.generate([[6], [7]], GREEDY)] == [GREEDY.max_tokens] * 2
     finally:
         llm.close()
 
