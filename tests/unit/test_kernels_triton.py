@@ -285,6 +285,17 @@ def test_quantize_rows(form: str, size: int, rng: torch.Generator) -> None:
     assert off.float().mean() < 0.05  # the interpreter loses some carries; tests/gpu has the card's rounding
 
 
+@pytest.mark.parametrize("form", ["plain", "norm", "silu"])
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_quantize_rows_keeps_what_is_no_number(form: str, value: float, rng: torch.Generator) -> None:
+    """FP8 has no infinity, and a cut to its range makes a number of NaN: the token's scale is NaN, and so all that it gives."""
+    x = torch.randn(3, 600 if form == "silu" else 300, generator=rng).bfloat16()
+    x[1, 271] = value
+    scale = torch.rand(300, generator=rng).bfloat16() if form == "norm" else None
+    _, scales = fp8.quantize_rows(x, scale, 1e-6, form if form == "silu" else None)
+    assert scales[:, 0].isnan().tolist() == [False, True, False]
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_decode_attention_over_fp8(fused: bool, rng: torch.Generator) -> None:
     q_heads, kv_heads, head_dim, page_size = 4, 2, 16, 4

@@ -21,6 +21,7 @@ from spmd_serve.kernels.gpu.linear import GemvConfig, gemv
 from spmd_serve.kernels.gpu.norm import rms_norm
 
 STREAM_TOKENS = 16
+NAN = tl.constexpr(tl.PropagateNan.ALL)
 
 
 @dataclass(frozen=True)
@@ -169,12 +170,14 @@ def _quantize_rows(
             value *= tl.load(scale + at, mask=at < size, other=0.0).to(tl.float32)
         if GATE is not None:
             value = activate(value, GATE) * raw_up[step].to(tl.float32)
-        largest = tl.maximum(largest, tl.abs(value))
+        largest = tl.maximum(largest, tl.abs(value), propagate_nan=NAN)
         kept = kept + (value,)
     inverse = 1.0
     if scale is not None:
         inverse = tl.rsqrt(tl.sum(squares, axis=0) / size + eps)
-    unit = tl.maximum(tl.max(largest, axis=0) * inverse, 1e-12) / LARGEST
+    # FP8 has no infinity, and the cut below would make -LARGEST of NaN: the scale tells of both.
+    nothing = tl.sum(largest * 0.0, axis=0)
+    unit = tl.maximum((tl.max(largest, axis=0) + nothing) * inverse, 1e-12, propagate_nan=NAN) / LARGEST
     tl.store(scales + row, unit)
     factor = inverse / unit
     for step in tl.static_range(STEPS):
