@@ -12,6 +12,12 @@ from enum import IntEnum, StrEnum
 
 GREEDY_BELOW = 1e-5  # temperatures under it would overflow logits / T
 NOT_A_TOKEN = 2**31 - 1  # what a row draws whose logits are not all numbers: some are NaN, or the best is infinite
+# What sampling parameters may be at most, over HTTP as in Python.
+MAX_TEMPERATURE = 100
+MAX_PENALTY = 2  # presence and frequency, in either direction
+MAX_REPETITION_PENALTY = 100
+MAX_BIAS = 100  # in either direction
+MAX_SEED = 2**63 - 1
 
 
 class FinishReason(StrEnum):
@@ -52,7 +58,7 @@ class SamplingParams:
     top_k: int = 0  # 0 is off
     top_p: float = 1.0
     min_p: float = 0.0
-    seed: int = 0  # 0 <= seed < 2**63
+    seed: int = 0  # 0 <= seed <= MAX_SEED
     stop_token_ids: tuple[int, ...] = ()  # beside the model's EOS ids
     ignore_eos: bool = False
     min_tokens: int = 0
@@ -92,32 +98,33 @@ class SamplingParams:
         return frozenset(self.stop_token_ids) if self.ignore_eos else eos_token_ids.union(self.stop_token_ids)
 
     def problem(self, vocab_size: int) -> str:
-        """What is wrong with the values, with the field's name; empty if nothing is. The bounds are those of the HTTP API."""
-        ids, biases = self.stop_token_ids, self.logit_bias
+        """What is wrong with the values, with the field's name; empty if nothing is. frontend/schemas.py says the same of HTTP."""
+        ids, any_id = range(vocab_size), f"ids from 0 to {vocab_size - 1}"
+        penalties = f"from -{MAX_PENALTY} to {MAX_PENALTY}"
         bounds = {
             "max_tokens": (_is_int(self.max_tokens) and self.max_tokens >= 0, "an integer, 0 or more"),
-            "temperature": (0 <= self.temperature <= 100, "from 0 to 100"),
+            "temperature": (0 <= self.temperature <= MAX_TEMPERATURE, f"from 0 to {MAX_TEMPERATURE}"),
             "top_k": (_is_int(self.top_k) and self.top_k >= 0, "an integer, 0 (off) or more"),
             "top_p": (0 < self.top_p <= 1, "above 0 and at most 1"),
             "min_p": (0 <= self.min_p <= 1, "from 0 to 1"),
-            "seed": (_is_int(self.seed) and 0 <= self.seed < 2**63, "an integer from 0 to 2**63 - 1"),
+            "seed": (_is_int(self.seed) and 0 <= self.seed <= MAX_SEED, "an integer from 0 to 2**63 - 1"),
             "min_tokens": (
                 _is_int(self.min_tokens) and 0 <= self.min_tokens <= self.max_tokens,
                 "an integer from 0 to max_tokens",
             ),
-            "presence_penalty": (-2 <= self.presence_penalty <= 2, "from -2 to 2"),
-            "frequency_penalty": (-2 <= self.frequency_penalty <= 2, "from -2 to 2"),
-            "repetition_penalty": (0 < self.repetition_penalty <= 100, "above 0 and at most 100"),
+            "presence_penalty": (abs(self.presence_penalty) <= MAX_PENALTY, penalties),
+            "frequency_penalty": (abs(self.frequency_penalty) <= MAX_PENALTY, penalties),
+            "repetition_penalty": (
+                0 < self.repetition_penalty <= MAX_REPETITION_PENALTY,
+                f"above 0 and at most {MAX_REPETITION_PENALTY}",
+            ),
             "logprobs": (_is_count(self.logprobs), "an integer, 0 or more"),
             "prompt_logprobs": (_is_count(self.prompt_logprobs), "an integer, 0 or more"),
             "grammar": (self.grammar is None or isinstance(self.grammar, str), "a text"),
-            "stop_token_ids": (
-                all(_is_int(i) and 0 <= i < vocab_size for i in ids),
-                f"ids from 0 to {vocab_size - 1}",
-            ),
+            "stop_token_ids": (all(_is_int(i) and i in ids for i in self.stop_token_ids), any_id),
             "logit_bias": (
-                all(_is_int(i) and 0 <= i < vocab_size and -100 <= bias <= 100 for i, bias in biases),
-                f"ids from 0 to {vocab_size - 1} with biases from -100 to 100",
+                all(_is_int(i) and i in ids and abs(bias) <= MAX_BIAS for i, bias in self.logit_bias),
+                f"{any_id} with biases from -{MAX_BIAS} to {MAX_BIAS}",
             ),
         }
         return next((f"{name} must be {what}" for name, (right, what) in bounds.items() if not right), "")

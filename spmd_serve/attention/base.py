@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from spmd_serve.kernels.decode_attention import Rotation
+from spmd_serve.kernels.rope_cache import Rotation
 
 
 @dataclass(frozen=True)

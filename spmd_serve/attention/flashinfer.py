@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from spmd_serve.attention.base import AttentionBackend, AttentionBatch, AttentionSpec
-from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention
+from spmd_serve.kernels.decode_attention import DecodeWorkspace, decode_attention
+from spmd_serve.kernels.rope_cache import Rotation
 
 _WORKSPACE_BYTES = 256 * 2**20
 _PLANS_IN_FLIGHT = 2  # steps whose plan a GPU may still be copying when the next one is made

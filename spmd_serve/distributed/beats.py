@@ -77,13 +77,12 @@ class Messenger:
 
     Rank 0 reads everybody's beats, the others rank 0's.
 
-    Attributes (written by the messenger's thread):
-        beats, heard: by rank, the last beat and when it came; `heard` is this process's time.monotonic().
+    Attributes (others write to `request` alone; times are this process's time.monotonic()):
+        beats, heard: by rank, the last beat and when it came.
         failure, stop: what the board says.
         round_at: when the last round was complete.
         error: why there will be no more rounds.
-    Attributes (written by others):
-        report: a failure to be put on the board.
+        report, report_at: a failure to be put on the board, and since when; None again when it turned out to be none.
         request: a stop to be asked for.
     """
 
@@ -100,6 +99,7 @@ class Messenger:
         self.round_at = now
         self.error: RuntimeError | None = None
         self.report: Failure | None = None
+        self.report_at = now
         self.request = ServicePhase.RUN
         self._count = 0
         self._poked = threading.Event()
@@ -111,6 +111,22 @@ class Messenger:
     def poke(self) -> None:
         """Make the next round begin now; from any thread."""
         self._poked.set()
+
+    def accuse(self, failure: Failure) -> None:
+        """Put it on the board in the next round, which begins now, if there is no report yet; from any thread."""
+        if self.report is None:
+            self.report_at = time.monotonic()
+            self.report = failure
+            self.poke()
+
+    def excuse(self, seconds: float) -> None:
+        """All silence is shorter by so much, in which this process was not there to hear."""
+        self.round_at += seconds
+        self.heard = {rank: heard + seconds for rank, heard in self.heard.items()}
+
+    def begin_anew(self) -> None:
+        """The silence of the other ranks begins now."""
+        self.heard = dict.fromkeys(self.heard, time.monotonic())
 
     def _run(self) -> None:
         try:

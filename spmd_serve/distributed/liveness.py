@@ -1,8 +1,8 @@
 """The watcher: a thread per rank that sees what the main thread, inside a collective or a kernel, cannot.
 
-It notices signals, failures of other ranks, and ranks that are dead, silent or stuck: rank 0's watcher judges everybody, the
-others' rank 0. What it finds goes on the board, where the first finding counts; every rank then ends, its main thread by itself
-if it can, else by force. The watcher itself never blocks: what may block is the messenger's (beats.py).
+It notices signals, failures of other ranks, and ranks that are dead, silent or stuck (judgement.py). What it finds goes on the
+board, where the first finding counts; every rank then ends, its main thread by itself if it can, else by force. The watcher
+itself never blocks: what may block is the messenger's (beats.py).
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ import signal
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
+from enum import IntEnum
 
 from spmd_serve.config import ControlOptions
-from spmd_serve.distributed.beats import SLOW_S, TICK_S, Beat, Messenger, Progress
-from spmd_serve.distributed.board import Board, Failure, Peer
-from spmd_serve.distributed.channel import is_peer_error, is_timeout
+from spmd_serve.distributed.beats import TICK_S, Messenger, Progress
+from spmd_serve.distributed.board import Board, Failure
+from spmd_serve.distributed.channel import is_peer_error
+from spmd_serve.distributed.judgement import Evidence, Judge
 from spmd_serve.distributed.process import is_dead, leave_process, parent_of, tell_torchrun
 from spmd_serve.distributed.signals import StopSignals
 from spmd_serve.errors import REFUSALS, SpmdServeError
@@ -27,14 +29,19 @@ from spmd_serve.types import ServicePhase
 
 logger = logging.getLogger(__name__)
 
-START_SILENCE_S = 60.0  # while weights load, a thread may keep the interpreter for long
-SUSPECT_SILENCE_S = 1.2  # once a connection broke, the rank that is silent this long is the one
 EXPLAIN_S = 2.5  # how long a rank whose connection broke looks for the reason
 REPORT_S = 1.0  # how long a finding may take to get on the board
 START_STOP_S = 5.0  # how long the main thread may take to heed a stop while starting, and then to leave
-STOP_SILENCE_S = 10.0  # a rank that is silent this long once all are to stop does not leave by itself
 GRACE_S = 3.0  # from a failure to the forced exit: rank 0 ends open requests in this time
 LATE_S = 0.5  # a watcher that comes this late was suspended or starved, and so may the others have been
+
+
+class WayOut(IntEnum):
+    """How far the main thread is on its way out of the job. It only ever grows."""
+
+    NONE = 0
+    TOGETHER = 1  # it is done, and waits until all ranks are; they are still watched
+    ALONE = 2  # it needs the others no longer: ranks that go from now on are no failure
 
 
 class Liveness:
@@ -58,10 +65,7 @@ class Liveness:
         self.failure: Failure | None = None
         self.spoken = False
         self._board = board
-        self._ranks = board.ranks
-        self._peers = board.peers
-        self._own = board.peers[board.ranks.rank]
-        own = self._own
+        self._own = own = board.peers[board.ranks.rank]
         # Without LOCAL_RANK all count as of node 0; pids say nothing about another host's processes.
         self._neighbours = [
             p for p in board.peers if (p.node, p.hostname) == (own.node, own.hostname) and p.pid != own.pid
@@ -69,14 +73,12 @@ class Liveness:
         self._progress = progress
         self._signals = signals
         self._messenger = Messenger(board, progress)
+        self._judge = Judge(board.ranks, board.peers)
         self._control: ControlOptions | None = None
         self._wake: Callable[[], None] = lambda: None
-        self._leaving = False
-        self._peer_error: BaseException | None = None  # which the main thread got from a collective
-        self._concluding = False
-        self._leaving_together = False
-        self._reported_at = 0.0
-        self._settled = threading.Event()
+        self._way_out = WayOut.NONE
+        self._error: BaseException | None = None  # which has ended the main thread's work
+        self._settled = threading.Event()  # `failure` is known, and told
         self._last_look = time.monotonic()
         self._thread = threading.Thread(target=self._run, name="watcher", daemon=True)
 
@@ -104,7 +106,7 @@ class Liveness:
         torchrun waits for every rank. One that cannot leave, because it is stopped or hangs, must be named and ended by those
         that can, or it is waited for without end. Rank 0, which hears all of them, goes last.
         """
-        self._leaving_together = True
+        self._way_out = WayOut.TOGETHER
         return self._leave_together(self._board)
 
     def _leave_together(self, board: Board) -> int:
@@ -131,8 +133,8 @@ class Liveness:
         self._wake = lambda: None
 
     def leave(self) -> None:
-        """This rank needs the others no longer: ranks that go from now on are no failure, and nobody is to be woken."""
-        self._leaving = True
+        """This rank needs the others no longer, and nobody is to be woken."""
+        self._way_out = WayOut.ALONE
         self._wake = lambda: None
 
     def conclude(self, exc: BaseException) -> Failure:
@@ -140,25 +142,24 @@ class Liveness:
 
         An error that only says that a peer has gone is a consequence: the peer's own report, or its silence, is waited for.
         """
-        self._concluding = True
+        self._error = exc
         kind = "refused" if isinstance(exc, REFUSALS) and self._control is None else "error"
         message = " ".join(f"{'' if kind == 'refused' else type(exc).__name__ + ': '}{exc}".split())
         details = "" if isinstance(exc, SpmdServeError) else "".join(traceback.format_exception(exc)).rstrip()
         own = Failure(self._own.rank, self._own.hostname, kind, message, details)
         if is_peer_error(exc):
-            self._peer_error = exc
             self._progress.idle()  # this rank is not the one that the others wait for
             self._signals.poke()
             self._settled.wait(EXPLAIN_S)
         deadline = time.monotonic() + EXPLAIN_S
         while not self._settled.is_set() and time.monotonic() < deadline:
-            self._report(own)
+            self._messenger.accuse(own)
             self._settled.wait(0.05)
         return self.failure or own
 
     def fail(self, exc: SpmdServeError) -> None:
         """Another thread of this rank says that the job cannot go on, whatever the main thread is at."""
-        self._report(Failure(self._own.rank, self._own.hostname, "error", f"{type(exc).__name__}: {exc}"))
+        self._messenger.accuse(Failure(self._own.rank, self._own.hostname, "error", f"{type(exc).__name__}: {exc}"))
 
     def exchange_times(self) -> tuple[float, ...]:
         """Seconds of each rank's last exchange, by rank; for rank 0."""
@@ -170,7 +171,7 @@ class Liveness:
     def _run(self) -> None:
         while True:
             self._heed(self._signals.read(TICK_S))
-            if not self._settled.is_set() and not self._leaving:
+            if self.failure is None and self._way_out < WayOut.ALONE:
                 self._look(time.monotonic())
 
     def _heed(self, requested: ServicePhase) -> None:
@@ -181,7 +182,7 @@ class Liveness:
             return
         self.phase = requested
         self._messenger.poke()
-        self._messenger.heard = dict.fromkeys(self._messenger.heard, time.monotonic())  # shorter silences count now
+        self._messenger.begin_anew()  # shorter silences count now
         if self._control is None:
             # The main thread may be anywhere: the signal ends a sleep or a system call, and its handler raises Stopped.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
@@ -194,7 +195,7 @@ class Liveness:
 
     def _leave_for_main_thread(self) -> None:
         """The main thread does not heed the stop: it is in a call that does not end, which may wait for another rank."""
-        if self._leaving_together or self._control is not None or self.failure is not None:
+        if self._way_out is not WayOut.NONE or self._control is not None or self.failure is not None:
             return
         logger.warning("stopped while starting; leaving by force")
         try:
@@ -206,101 +207,47 @@ class Liveness:
     def _limit_drain(self, control: ControlOptions) -> None:
         limit = control.drain_timeout + GRACE_S + 1.5
         # A rank that leaves together with the others has drained, and the watcher ends its wait for them.
-        _exit_after(limit, 1, f"the drain did not end within {limit:g} s", unless=lambda: self._leaving_together)
+        _exit_after(
+            limit, 1, f"the drain did not end within {limit:g} s", unless=lambda: self._way_out is not WayOut.NONE
+        )
 
     def _look(self, now: float) -> None:
         messenger = self._messenger
         late = now - self._last_look - TICK_S
         if late > LATE_S:  # that is no silence of the others
-            messenger.round_at += late
-            messenger.heard = {rank: heard + late for rank, heard in messenger.heard.items()}
+            messenger.excuse(late)
         self._last_look = now
         report = messenger.report
         if messenger.failure is not None:
             self._settle(messenger.failure, found_here=messenger.failure == report)
         elif report is None:
-            found = self._judge(now)
+            found = self._judge.find(self._evidence(now))
             if found is not None:
-                self._report(found)
-        elif now - self._reported_at > REPORT_S:  # the board cannot be reached
+                messenger.accuse(found)
+        elif now - messenger.report_at > REPORT_S:  # the board cannot be reached
             self._settle(report, found_here=True)
 
-    def _report(self, failure: Failure) -> None:
-        if self._messenger.report is None:
-            self._reported_at = time.monotonic()
-            self._messenger.report = failure
-            self._messenger.poke()
-
-    # ---- judgement -----------------------------------------------------------------------------------------------
-
-    def _judge(self, now: float) -> Failure | None:
-        """The rank that is dead, silent or stuck, if there is one."""
-        messenger, control = self._messenger, self._control
-        for peer in self._neighbours:
-            if is_dead(peer.pid):
-                return self._blame(
-                    peer, "lost", "its process is gone (killed, or out of memory?)" + self._last_seen(peer)
-                )
-        limit = START_SILENCE_S if control is None else min(control.step_timeout, control.control_timeout)
-        if self.phase is not ServicePhase.RUN:
-            limit = min(limit, STOP_SILENCE_S)
-        if self._peer_error is not None:
-            limit = SUSPECT_SILENCE_S
-        quiet = now - messenger.round_at
-        if messenger.error is not None or quiet > limit:
-            reason = str(messenger.error).splitlines()[0] if messenger.error else f"for {quiet:.1f} s"
-            store = f"{self._ranks.store_host}:{self._ranks.store_port}"
-            message = f"no answer from the job's store at {store} ({reason}); the head node, its torchrun or the network is gone"
-            return self._blame(self._peers[0], "lost", message)
-        heard = messenger.heard
-        longest = min(heard, key=heard.__getitem__, default=None)
-        if longest is not None and now - heard[longest] > limit:
-            peer = self._peers[longest]
-            return self._silent(peer, now - heard[longest])
-        if control is None:
-            return None
-        if self._peer_error is not None and is_timeout(self._peer_error):
-            return self._name_stuck(now, "--control-timeout", control.control_timeout)
-        if self._own.rank == 0 and self._progress.busy and now - self._progress.since > control.step_timeout:
-            return self._name_stuck(now, "--step-timeout", control.step_timeout)
-        return None
-
-    def _name_stuck(self, now: float, option: str, limit: float) -> Failure | None:
-        """The step does not end: who holds it up. None if that cannot be told yet, or (on followers) it is not rank 0."""
-        beats = self._messenger.beats
-        if not beats:
-            return None
-        rank = holds_up(beats)
-        beat = beats[rank]
-        if self._own.rank > 0 and (beat.waits or not beat.busy):
-            return None
-        silent = now - self._messenger.heard.get(rank, now)
-        if silent > min(SUSPECT_SILENCE_S, limit - 2 * TICK_S):
-            # Stopped in this step, so its silence is not quite as old as the step. It cannot end itself: lost, not hanging.
-            return self._silent(self._peers[rank], silent)
-        if beat.busy and beat.age <= SLOW_S and now - self._progress.since <= limit + SLOW_S:
-            return None  # too young to say whether it waits itself
-        others = "; all ranks wait for each other" if beat.waits else ""
-        message = f"step {beat.step} for {beat.age:.1f} s ({option} is {limit:g}) at {beat.where}{others}"
-        return self._blame(self._peers[rank], "hangs", message)
-
-    def _silent(self, peer: Peer, seconds: float) -> Failure:
-        return self._blame(peer, "lost", f"no sign of life for {seconds:.1f} s" + self._last_seen(peer))
-
-    def _last_seen(self, peer: Peer) -> str:
-        beat = self._messenger.beats.get(peer.rank)
-        return "" if beat is None or beat.step < 0 else f"; last seen in step {beat.step}"
-
-    @staticmethod
-    def _blame(peer: Peer, kind: str, message: str) -> Failure:
-        return Failure(peer.rank, peer.hostname, kind, message)
+    def _evidence(self, now: float) -> Evidence:
+        messenger, error = self._messenger, self._error
+        return Evidence(
+            control=self._control,
+            stopping=self.phase is not ServicePhase.RUN,
+            peer_error=error if error is not None and is_peer_error(error) else None,
+            busy=self._progress.busy,
+            step_age=now - self._progress.since,
+            gone=next((peer for peer in self._neighbours if is_dead(peer.pid)), None),
+            store_silence=now - messenger.round_at,
+            store_error=messenger.error,
+            beats=dict(messenger.beats),
+            silence={rank: now - heard for rank, heard in messenger.heard.items()},
+        )
 
     # ---- the end -------------------------------------------------------------------------------------------------
 
     def _settle(self, failure: Failure, found_here: bool) -> None:
         """The job has failed: say so, end what hangs, and see to it that this process ends."""
         self.failure = failure
-        is_own = failure.rank == self._own.rank and failure.kind in ("refused", "error") and self._concluding
+        is_own = failure.rank == self._own.rank and failure.kind in ("refused", "error") and self._error is not None
         if not is_own and (self._own.rank == 0 or found_here):  # else the main thread speaks
             logger.error("%s", failure)
             self.spoken = True
@@ -315,11 +262,6 @@ class Liveness:
             # A stopped process would keep torchrun waiting for 30 s. Only this job's own: the same parent started it.
             if peer.rank == failure.rank and failure.kind == "lost" and parent_of(peer.pid) == os.getppid():
                 os.kill(peer.pid, signal.SIGKILL)
-
-
-def holds_up(beats: Mapping[int, Beat]) -> int:
-    """The rank that the others wait for: one that is not itself inside a collective, or else the one furthest behind."""
-    return min(beats, key=lambda rank: (beats[rank].waits or not beats[rank].busy, beats[rank].step, rank))
 
 
 def _exit_after(seconds: float, code: int, why: str = "", unless: Callable[[], bool] = lambda: False) -> None:

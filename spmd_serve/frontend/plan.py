@@ -15,7 +15,6 @@ from spmd_serve.frontend.detokenizer import StopStrings
 from spmd_serve.frontend.grammar import GrammarCompiler
 from spmd_serve.frontend.parsing import parse_body
 from spmd_serve.frontend.schemas import (
-    MAX_SEED,
     ChatBody,
     ChatFields,
     CompletionBody,
@@ -24,7 +23,7 @@ from spmd_serve.frontend.schemas import (
     TokenizeBody,
 )
 from spmd_serve.frontend.tokenizer import TextTokenizer
-from spmd_serve.types import ModelInfo, SamplingParams
+from spmd_serve.types import MAX_SEED, ModelInfo, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions without max_tokens
 MAX_TOKENIZED = 2**20  # characters of /tokenize: more would hold a tokenizer thread for seconds

@@ -14,12 +14,12 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
+from spmd_serve.types import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TEMPERATURE
+
 MAX_STOPS = 16
 MAX_STOP_LENGTH = 1024  # characters
 MAX_STOP_TOKENS = 256
 MAX_BIASES = 1024
-MAX_SEED = 2**63 - 1
-MIN_SEED = -(2**63)
 MAX_TOKEN_ID = 2**31 - 1
 EXTENSION: dict[str, Any] = {"x-extension": True}
 
@@ -83,15 +83,15 @@ def _check_stop(value: Any) -> Any:
 
 
 def _check_bias(value: Any) -> Any:
-    """Keys are token ids, written as strings in JSON; values from -100 to 100."""
+    """Keys are token ids, written as strings in JSON."""
     if not isinstance(value, dict) or len(value) > MAX_BIASES:
         raise wrong(f"must be an object of at most {MAX_BIASES} token ids with their biases")
     biases = {}
     for key, bias in value.items():
         if not (isinstance(key, str) and key.isascii() and key.isdigit() and len(key) <= 10):
             raise wrong(f"'{str(key)[:40]}' is not a token id")
-        if type(bias) not in (int, float) or not -100 <= bias <= 100:
-            raise wrong(f"the bias of token {key} must be a number from -100 to 100")
+        if type(bias) not in (int, float) or not abs(bias) <= MAX_BIAS:
+            raise wrong(f"the bias of token {key} must be a number from -{MAX_BIAS} to {MAX_BIAS}")
         biases[int(key)] = float(bias)
     return biases
 
@@ -120,17 +120,11 @@ Stop = Annotated[
         {"anyOf": [_STOP_SCHEMA, {"type": "array", "items": _STOP_SCHEMA, "maxItems": MAX_STOPS}, {"type": "null"}]}
     ),
 ]
+_BIAS_SCHEMA = {"type": "number", "minimum": -MAX_BIAS, "maximum": MAX_BIAS}
 LogitBias = Annotated[
     Any,
     BeforeValidator(_check_bias),
-    WithJsonSchema(
-        {
-            "anyOf": [
-                {"type": "object", "additionalProperties": {"type": "number", "minimum": -100, "maximum": 100}},
-                {"type": "null"},
-            ]
-        }
-    ),
+    WithJsonSchema({"anyOf": [{"type": "object", "additionalProperties": _BIAS_SCHEMA}, {"type": "null"}]}),
 ]
 
 
@@ -219,22 +213,22 @@ class Generate(Body):
 
     model: str | None = None
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=100)
+    temperature: float | None = Field(None, ge=0, le=MAX_TEMPERATURE)
     top_p: float | None = Field(None, gt=0, le=1)
     n: int | None = Field(None, ge=1)
     stream: bool | None = None
     stream_options: StreamOptions | None = None
     stop: Stop = None
-    presence_penalty: float | None = Field(None, ge=-2, le=2)
-    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
+    frequency_penalty: float | None = Field(None, ge=-MAX_PENALTY, le=MAX_PENALTY)
     logit_bias: LogitBias = None
-    seed: int | None = Field(None, ge=MIN_SEED, le=MAX_SEED)
+    seed: int | None = Field(None, ge=-MAX_SEED - 1, le=MAX_SEED)
     user: str | None = Field(None, max_length=4096)
     response_format: ResponseFormat | None = None
 
     top_k: int | None = _extension(ge=-1, le=MAX_TOKEN_ID)
     min_p: float | None = _extension(ge=0, le=1)
-    repetition_penalty: float | None = _extension(gt=0, le=100)
+    repetition_penalty: float | None = _extension(gt=0, le=MAX_REPETITION_PENALTY)
     min_tokens: int | None = _extension(ge=0)
     stop_token_ids: list[TokenId] | None = _extension(max_length=MAX_STOP_TOKENS)
     ignore_eos: bool | None = _extension()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 import os
 import select
-import shutil
 import socket
 import subprocess
 import sys
@@ -116,7 +115,8 @@ class ProcessFrontend(Frontend):
         listeners = bind(config.server.host, config.server.port, count)
         share = math.ceil(config.server.max_connections / count)
         config = replace(config, server=replace(config.server, max_connections=share))
-        self._folder = _socket_folder()
+        self._folder = _new_folder()
+        self._cleaner = _clean_up_after_us(self._folder)
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         address = LinkAddress(
             f"ipc://{self._folder}/inbox", tuple(f"ipc://{self._folder}/outbox.{i}" for i in range(count))
@@ -219,11 +219,11 @@ class ProcessFrontend(Frontend):
             self._watch.join()
         for beats in self._beats:
             os.close(beats)
-        shutil.rmtree(self._folder, ignore_errors=True)
+        self._cleaner.communicate()
         return True
 
 
-def _socket_folder() -> Path:
+def _new_folder() -> Path:
     """A new folder that is ours alone (mode 0700), with a path that is short enough for the addresses of sockets.
 
     Clusters give jobs a TMPDIR of a hundred characters and more.
@@ -235,6 +235,15 @@ def _socket_folder() -> Path:
         raise FrontendError(
             f"there is no folder for the frontend's sockets ({error}); set TMPDIR to one of at most {longest} characters"
         ) from None
+
+
+def _clean_up_after_us(folder: Path) -> subprocess.Popen[bytes]:
+    """A process that removes the folder when its standard input ends: we have closed it, or are gone, if by kill -9.
+
+    Nobody else could do it then, as the kernel kills the children with their parent. Signals to all processes are not for it.
+    """
+    wait_and_remove = 'trap "" HUP INT TERM; read -r _; exec rm -rf "$0"'
+    return subprocess.Popen(["sh", "-c", wait_and_remove, str(folder)], stdin=subprocess.PIPE, start_new_session=True)
 
 
 def url_of(listener: socket.socket) -> str:

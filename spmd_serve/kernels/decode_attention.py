@@ -6,12 +6,10 @@ and a captured CUDA graph stays right while rows grow, come and go.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
-from spmd_serve.kernels.rope_cache import rope_and_cache_torch
+from spmd_serve.kernels.rope_cache import Rotation, rope_and_cache_torch
 
 # A row's tokens are cut into splits for different programs where that does not make more programs than this.
 MAX_PROGRAMS = 2208
@@ -28,17 +26,6 @@ class DecodeWorkspace:
         self.sums = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
         self.maxima = torch.empty(parts * 2, dtype=torch.float32, device=device)
         self.arrived = torch.zeros(max_rows * kv_heads, dtype=torch.int32, device=device)
-
-
-@dataclass(frozen=True)
-class Rotation:
-    """What turns a QKV projection into queries and keys; see `rope_and_cache`."""
-
-    positions: Tensor
-    rope_table: Tensor | None
-    q_scale: Tensor | None = None
-    k_scale: Tensor | None = None
-    eps: float = 1e-6
 
 
 def decode_attention(
@@ -105,10 +92,7 @@ def decode_attention_torch(
         position = lengths - 1
         page = page_table[slots, position.clamp(min=0) // page_size].long()
         location = torch.where(lengths > 0, page * page_size + position % page_size, -1)
-        q = rope_and_cache_torch(
-            q, rotation.positions, location, k_cache, v_cache, rotation.rope_table, rotation.q_scale,
-            rotation.k_scale, rotation.eps,
-        )  # fmt: skip
+        q = rope_and_cache_torch(q, rotation, location, k_cache, v_cache)
     out = torch.zeros_like(q)
     for row, (slot, length) in enumerate(zip(slots.tolist(), lengths.tolist(), strict=True)):
         if length == 0:

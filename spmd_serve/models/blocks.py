@@ -14,10 +14,9 @@ from torch import Tensor
 from spmd_serve.attention.base import AttentionBackend, AttentionSpec
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.partition import Partition
-from spmd_serve.kernels.decode_attention import Rotation
 from spmd_serve.kernels.fp8 import Fp8Format
 from spmd_serve.kernels.packed import activation_dtype
-from spmd_serve.kernels.rope_cache import rope_and_cache, store
+from spmd_serve.kernels.rope_cache import Rotation, rope_and_cache, store
 from spmd_serve.layers.linear import Linear
 from spmd_serve.layers.moe import Experts, route
 from spmd_serve.layers.norm import HeadsNorm, RMSNorm
@@ -175,17 +174,7 @@ class Attention:
 
     def _cache_gpu(self, qkv: Tensor, step: StepTensors, kv: Pair) -> Tensor:
         """`_cache` in one kernel."""
-        rotation = self._rotation(step.positions)
-        return rope_and_cache(
-            qkv,
-            rotation.positions,
-            step.kv_locations,
-            *kv,
-            rope_table=rotation.rope_table,
-            q_scale=rotation.q_scale,
-            k_scale=rotation.k_scale,
-            eps=rotation.eps,
-        )
+        return rope_and_cache(qkv, self._rotation(step.positions), step.kv_locations, *kv)
 
     def _rotation(self, positions: Tensor) -> Rotation:
         return Rotation(

@@ -29,6 +29,7 @@ from spmd_serve.models.gguf_config import write_configs
 from spmd_serve.models.gguf_file import GgufFile, one_line, split_parts
 from spmd_serve.models.gguf_tokenizer import write_tokenizer
 from spmd_serve.models.progress import byte_progress
+from spmd_serve.user_cache import cache_root as cache_root  # resolve.py takes it from here
 
 logger = logging.getLogger(__name__)
 
@@ -117,14 +118,6 @@ def _is_whole(folder: Path) -> bool:
         return all((folder / name).stat().st_size == size for name, size in sizes.items())
     except (OSError, ValueError):
         return False
-
-
-def cache_root() -> Path:
-    """This package's folder in the user's cache."""
-    try:
-        return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd_serve"
-    except RuntimeError:  # a container's user may have no home
-        raise ModelError("this user has no home folder for the cache; set HOME or XDG_CACHE_HOME") from None
 
 
 def _content_key(path: Path) -> str:

@@ -50,9 +50,9 @@ def main() -> None:
 
         board.CONNECT_TIMEOUT_S = float(os.environ["CONNECT_S"])
     if os.environ.get("SILENCE_S"):
-        from spmd_serve.distributed import liveness
+        from spmd_serve.distributed import judgement
 
-        liveness.STOP_SILENCE_S = float(os.environ["SILENCE_S"])
+        judgement.STOP_SILENCE_S = float(os.environ["SILENCE_S"])
     _replace_runner()
     _replace_the_board()
     if FAULT == "software":

@@ -9,14 +9,14 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from spmd_serve.kernels.activation import gated_activation
-from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention, decode_attention_torch
+from spmd_serve.kernels.decode_attention import DecodeWorkspace, decode_attention, decode_attention_torch
 from spmd_serve.kernels.filters import Filters, lowest_kept, lowest_kept_torch
 from spmd_serve.kernels.gpu.linear import MmaConfig, mma
 from spmd_serve.kernels.gpu.wide import WHOLE_ROOM, WideConfig, add_parts_, wide_linear
 from spmd_serve.kernels.gumbel import gumbel_argmax, gumbel_argmax_cpu
 from spmd_serve.kernels.linear import Norm, linear
 from spmd_serve.kernels.norm import add_rms_norm_, rms_norm
-from spmd_serve.kernels.rope_cache import rope_and_cache, rope_and_cache_torch
+from spmd_serve.kernels.rope_cache import Rotation, rope_and_cache, rope_and_cache_torch
 from spmd_serve.types import NOT_A_TOKEN
 
 pytestmark = pytest.mark.gpu
@@ -185,8 +185,9 @@ def test_rope_and_cache(q_heads: int, kv_heads: int, head_dim: int, rotary: floa
     scales = [rand(head_dim) if rotary else None for _ in range(2)]
     caches = [rand(pages, page_size, kv_heads, head_dim) for _ in range(2)]
     copies = [c.clone() for c in caches]
-    got = rope_and_cache(qkv, positions, locations, *caches, rope_table=table, q_scale=scales[0], k_scale=scales[1])
-    expected = rope_and_cache_torch(qkv, positions, locations, *copies, table, *scales, 1e-6)
+    rotation = Rotation(positions, table, *scales)
+    got = rope_and_cache(qkv, rotation, locations, *caches)
+    expected = rope_and_cache_torch(qkv, rotation, locations, *copies)
     assert_near(got, expected)
     for cache, copy in zip(caches, copies, strict=True):
         assert_near(cache, copy)

@@ -179,8 +179,8 @@ def test_failure_reaches_streams_in_all_processes() -> None:
         service.close()
 
 
-def test_children_die_with_their_parent() -> None:
-    """kill -9 of rank 0 leaves no frontend behind, and the port is free."""
+def test_children_die_with_their_parent(tmp_path: Path) -> None:
+    """kill -9 of rank 0 leaves no frontend and no files behind, and the port is free."""
     code = f"""
         import time
         from spmd_serve.config import Config, ServerOptions
@@ -191,14 +191,17 @@ def test_children_die_with_their_parent() -> None:
         print(*frontend.pids, frontend.url, flush=True)
         time.sleep(60)
     """
-    parent = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE, text=True)
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    parent = subprocess.Popen(command, env=os.environ | {"TMPDIR": str(tmp_path)}, stdout=subprocess.PIPE, text=True)
     with parent:
         assert parent.stdout is not None
         *children, url = parent.stdout.readline().split()
         assert httpx.get(f"{url}/health").status_code == 503
+        assert len([*tmp_path.glob("spmd_serve-*/*")]) == 3 + 4  # sockets, and files of metrics
         parent.kill()
         wait_until("the children are gone", lambda: not any(map(_alive, children)), 5)
     wait_until("the port is free", lambda: _is_free(int(url.rpartition(":")[2])), 5)
+    wait_until("the files are gone", lambda: not [*tmp_path.iterdir()], 5)
 
 
 def _is_free(port: int) -> bool:

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from spmd_serve.kernels.activation import gated_activation
-from spmd_serve.kernels.decode_attention import Rotation, decode_attention
+from spmd_serve.kernels.decode_attention import decode_attention
 from spmd_serve.kernels.gpu import build
 from spmd_serve.kernels.gpu.build import launch
 from spmd_serve.kernels.linear import Norm, linear
 from spmd_serve.kernels.norm import add_rms_norm_, rms_norm
-from spmd_serve.kernels.rope_cache import rope_and_cache
+from spmd_serve.kernels.rope_cache import Rotation, rope_and_cache
 
 
 @pytest.fixture(autouse=True)
@@ -75,7 +75,7 @@ def test_rope_and_cache_rotates_pairs_and_skips_padding() -> None:
     angles = torch.randn(4, half)
     table = torch.stack((angles.cos(), angles.sin()), dim=1)
     k_cache, v_cache = torch.zeros(3, 2, kv_heads, head_dim), torch.zeros(3, 2, kv_heads, head_dim)
-    q = rope_and_cache(qkv, positions, locations, k_cache, v_cache, rope_table=table)
+    q = rope_and_cache(qkv, Rotation(positions, table), locations, k_cache, v_cache)
     heads = qkv.view(3, -1, head_dim)
     turn = torch.exp(1j * angles[positions])[:, None]
     pairs = torch.complex(heads[..., :half], heads[..., half : 2 * half]) * turn
@@ -124,10 +124,7 @@ def test_decode_attention_from_the_projection_is_its_parts_in_turn() -> None:
     rotation = Rotation(lengths + 3, table_rows, torch.randn(head_dim), torch.randn(head_dim))
     got = decode_attention(qkv, *caches, table, slots, lengths, scale=0.3, rotation=rotation)
     locations = torch.tensor([6 * page_size + 1, 5 * page_size])
-    q = rope_and_cache(
-        qkv, rotation.positions, locations, *copies, rope_table=rotation.rope_table, q_scale=rotation.q_scale,
-        k_scale=rotation.k_scale, eps=rotation.eps,
-    )  # fmt: skip
+    q = rope_and_cache(qkv, rotation, locations, *copies)
     torch.testing.assert_close(got, decode_attention(q, *copies, table, slots, lengths, scale=0.3))
     for cache, copy in zip(caches, copies, strict=True):
         assert torch.equal(cache, copy)

@@ -23,7 +23,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.driver import DriverBase
 from triton.runtime.jit import JITFunction
 
-from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation
+from spmd_serve.kernels.decode_attention import DecodeWorkspace
 from spmd_serve.kernels.filters import Filters
 from spmd_serve.kernels.fp8 import FP8, Fp8Format, Fp8Weight
 from spmd_serve.kernels.gpu import (
@@ -39,6 +39,7 @@ from spmd_serve.kernels.gpu import (
     wide,
 )
 from spmd_serve.kernels.linear import Norm
+from spmd_serve.kernels.rope_cache import Rotation
 
 BF16 = torch.bfloat16
 SHARED_BYTES = 227 * 1024  # that a block may have
@@ -135,7 +136,8 @@ def test_rows_and_rotation(tokens: int) -> None:
     rows.lookup(zeros(1000, 1024), slots, 0)
     caches = [zeros(8, 16, 8, 128) for _ in range(2)]
     angles, scale = zeros(4096, 128, dtype=torch.float32).view(2048, 2, 128)[:, :, :64], zeros(128)
-    rope_cache.rope_and_cache(zeros(tokens, 32 * 128), slots, slots, *caches, angles.contiguous(), scale, scale, 1e-6)
+    rotation = Rotation(slots, angles.contiguous(), scale, scale)
+    rope_cache.rope_and_cache(zeros(tokens, 32 * 128), rotation, slots, *caches)
 
 
 @TOKENS
@@ -159,7 +161,7 @@ def test_no_compilation_for_other_rows(compiled: list[tuple[str, str]]) -> None:
         gumbel.gumbel_argmax(logits, table, table.long(), index, slots=index)
         filters.lowest_kept(logits[None], Filters(table, table.int(), table, table), index)
         rows.lookup(zeros(1000, 1024), index, 0)
-        rope_cache.rope_and_cache(zeros(count, 32 * 128), index, index, *caches, angles, scale, scale, 1e-6)
+        rope_cache.rope_and_cache(zeros(count, 32 * 128), Rotation(index, angles, scale, scale), index, *caches)
         norm.rms_norm(zeros(count, 1024), zeros(1024), 1e-6)
         activation.gated_activation(zeros(count, 6144), "silu")
     variants = {name: len({key for other, key in compiled if other == name}) for name, _ in compiled}

@@ -16,13 +16,13 @@ pytest.importorskip("triton")
 
 from spmd_serve.kernels import rows as reference
 from spmd_serve.kernels.activation import gated_activation_torch
-from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation, decode_attention_torch
+from spmd_serve.kernels.decode_attention import DecodeWorkspace, decode_attention_torch
 from spmd_serve.kernels.fp8 import FP8, Fp8Format, Fp8Weight, fp8_linear_torch
 from spmd_serve.kernels.gpu import activation, decode_attention, fp8, gumbel, linear, norm, rope_cache, rows, wide
 from spmd_serve.kernels.gumbel import gumbel_argmax_cpu
 from spmd_serve.kernels.linear import Norm, linear_torch
 from spmd_serve.kernels.norm import add_rms_norm_torch_, rms_norm_torch
-from spmd_serve.kernels.rope_cache import rope_and_cache_torch
+from spmd_serve.kernels.rope_cache import Rotation, rope_and_cache_torch
 from spmd_serve.types import NOT_A_TOKEN
 
 pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::RuntimeWarning")  # the interpreter's
@@ -88,10 +88,11 @@ def test_rope_and_cache(
     angles = torch.randn(20, (rotary or 2) // 2, generator=rng)
     table = None if rotary is None else torch.stack((angles.cos(), angles.sin()), dim=1)
     scales = [torch.randn(head_dim, generator=rng).to(dtype) if normed else None for _ in range(2)]
+    rotation = Rotation(positions, table, *scales)
     caches = [torch.randn(pages, page_size, kv_heads, head_dim, generator=rng).to(dtype) for _ in range(2)]
     copies = [c.clone() for c in caches]
-    got = rope_cache.rope_and_cache(qkv, positions, locations, *caches, table, *scales, 1e-6)
-    expected = rope_and_cache_torch(qkv, positions, locations, *copies, table, *scales, 1e-6)
+    got = rope_cache.rope_and_cache(qkv, rotation, locations, *caches)
+    expected = rope_and_cache_torch(qkv, rotation, locations, *copies)
     close(got, expected)
     for cache, copy in zip(caches, copies, strict=True):
         close(cache, copy)

@@ -1,4 +1,4 @@
-"""Where a rank is, which interface it uses, who holds the others up, what signals ask for, who runs other software."""
+"""Where a rank is, which interface it uses, its signs of life, what signals ask for, who runs other software."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ from typing import Any
 import pytest
 from torch.distributed import HashStore
 
-from spmd_serve.config import ControlOptions
-from spmd_serve.distributed.beats import Beat, Messenger, Progress, main_thread_location
+from spmd_serve.distributed.beats import Messenger, Progress, main_thread_location
 from spmd_serve.distributed.board import Board, Peer
 from spmd_serve.distributed.channel import is_peer_error, peer_error
 from spmd_serve.distributed.fingerprint import check_fingerprints
-from spmd_serve.distributed.liveness import Liveness, holds_up
+from spmd_serve.distributed.liveness import Liveness
 from spmd_serve.distributed.process import usable_cores
 from spmd_serve.distributed.ranks import RankInfo, choose_interface, interfaces, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import REPEAT_S, Stopped, StopSignals
@@ -99,87 +98,11 @@ def test_this_machine_has_a_loopback_interface() -> None:
     assert "127.0.0.1" in interfaces().values()
 
 
-# ---- who holds up
+# ---- signs of life
 
 
 def failing_device() -> bool:
     raise RuntimeError("CUDA error: an illegal memory access was encountered")
-
-
-def beat(step: int = 7, *, busy: bool = True, waits: bool = False, age: float = 5.0) -> Beat:
-    return Beat(1, step, busy, age, 0.0, "x.py:1 in f", waits)
-
-
-def watcher(signals: StopSignals, rank: int, step_time: float, **options: float) -> Liveness:
-    """Of one of two ranks, in step 7 for `step_time` seconds."""
-    store, progress = HashStore(), Progress()
-    peers = [Peer(rank, 2, 0, host, os.getpid(), "") for rank, host in enumerate("ab")]
-    liveness = Liveness(Board(store, RankInfo(rank, 2, rank, 2, "ab"[rank]), peers, lambda: store), progress, signals)
-    liveness.serve(ControlOptions(**options), lambda: None)
-    progress.begin(7)
-    progress.since -= step_time
-    return liveness
-
-
-@pytest.mark.parametrize(
-    ("beats", "expected"),
-    [
-        ({0: beat(waits=True), 1: beat(), 2: beat(waits=True)}, 1),
-        ({0: beat(), 1: beat(waits=True)}, 0),
-        ({0: beat(waits=True), 1: beat(busy=False), 2: beat(6)}, 2),
-        ({0: beat(8, waits=True), 1: beat(8, waits=True), 2: beat(7, waits=True)}, 2),
-    ],
-)
-def test_who_holds_the_others_up(beats: dict[int, Beat], expected: int) -> None:
-    assert holds_up(beats) == expected
-
-
-@pytest.mark.parametrize(
-    ("heard_before", "says"),
-    [
-        (0.1, "rank 1 (b) hangs: step 7 for 5.0 s"),  # it sends beats, from a step that does not end
-        (1.9, "rank 1 (b) is lost: no sign of life for 1.9 s"),  # stopped just after its beat had been read
-        (2.5, "rank 1 (b) is lost: no sign of life for 2.5 s"),
-    ],
-)
-def test_a_stopped_rank_is_lost_however_late_it_was_heard(signals: StopSignals, heard_before: float, says: str) -> None:
-    """A lost rank is killed by its neighbours; one that hangs ends itself, which a stopped one cannot."""
-    now = time.monotonic()
-    liveness = watcher(signals, 0, 2.05, step_timeout=2.0, control_timeout=4.0)
-    liveness._messenger.beats = {0: beat(waits=True), 1: beat()}
-    liveness._messenger.heard = {1: now - heard_before}
-    assert str(liveness._judge(now)).startswith(says)
-
-
-def test_nobody_is_named_before_its_beat_says_whether_it_waits(signals: StopSignals) -> None:
-    """Beats are a little older than the step; with the shortest --step-timeout they say nothing yet when it is over."""
-    liveness = watcher(signals, 0, 1.1, step_timeout=1.0)
-    liveness._messenger.beats = {0: beat(age=0.9), 1: beat(age=0.9)}
-    assert liveness._judge(time.monotonic()) is None
-    liveness._messenger.beats = {0: beat(age=1.1, waits=True), 1: beat(age=1.1)}
-    assert str(liveness._judge(time.monotonic())).startswith("rank 1 (b) hangs: step 7 for 1.1 s (--step-timeout is 1)")
-
-
-@pytest.mark.parametrize(
-    ("own", "beats", "says"),
-    [
-        (0, {0: beat(busy=False), 1: beat()}, "rank 1 (b) hangs: step 7 for 5.0 s (--control-timeout is 4)"),
-        (1, {0: beat()}, "rank 0 (a) hangs: step 7 for 5.0 s (--control-timeout is 4)"),
-        (1, {0: beat(waits=True)}, "None"),  # rank 0 knows more, and says so
-        (1, {0: beat(busy=False)}, "None"),
-        (1, {}, "None"),
-    ],
-)
-def test_a_rank_whose_wait_was_too_long_names_the_one_it_waited_for(
-    signals: StopSignals, monkeypatch: pytest.MonkeyPatch, own: int, beats: dict[int, Beat], says: str
-) -> None:
-    """Where --control-timeout is over before --step-timeout."""
-    monkeypatch.setattr("spmd_serve.distributed.liveness.EXPLAIN_S", 0.0)
-    liveness = watcher(signals, own, 4.1, step_timeout=30.0, control_timeout=4.0)
-    liveness._messenger.beats = beats
-    assert liveness._judge(time.monotonic()) is None
-    liveness.conclude(ControlTimeoutError("rank x did not come to a collective within 4 s"))
-    assert str(liveness._judge(time.monotonic())).startswith(says)
 
 
 def test_the_place_of_a_hang_is_in_this_package_wherever_it_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -206,6 +129,16 @@ def test_a_slow_rank_waits_if_its_device_does(device: Callable[[], bool], expect
     messenger._get_beats(messenger._board)
     found = messenger.beats[0]
     assert (found.step, found.waits) == (3, expected)
+
+
+def test_a_watcher_that_comes_late_holds_it_against_nobody(signals: StopSignals) -> None:
+    """Who was suspended, or had no core, did not hear the others."""
+    store, peers = HashStore(), [Peer(rank, 2, rank, host, os.getpid(), "") for rank, host in enumerate("ab")]
+    liveness = Liveness(Board(store, RankInfo(0, 2), peers, lambda: store), Progress(), signals)
+    an_hour_later = time.monotonic() + 3600
+    liveness._look(an_hour_later)
+    assert liveness._messenger.report is None
+    assert max(liveness._evidence(an_hour_later).silence[1], liveness._evidence(an_hour_later).store_silence) < 5
 
 
 # ---- signals

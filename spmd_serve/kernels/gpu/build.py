@@ -15,6 +15,9 @@ from typing import Any
 
 import torch
 
+from spmd_serve.errors import ModelError
+from spmd_serve.user_cache import cache_root
+
 logger = logging.getLogger(__name__)
 
 
@@ -31,7 +34,7 @@ def load_library(name: str) -> ctypes.CDLL | None:
     command = ["nvcc", "-O3", "-std=c++17", target_chip, "-shared", "-Xcompiler", "-fPIC"]
     key = hashlib.sha256(source.read_bytes() + " ".join(command).encode()).hexdigest()[:16]
     try:
-        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "spmd_serve" / "kernels"
+        folder = cache_root() / "kernels"
         target = folder / f"{name}-{key}.so"
         if not target.exists():  # else the folder may be on a read-only file system
             folder.mkdir(parents=True, exist_ok=True)
@@ -40,11 +43,7 @@ def load_library(name: str) -> ctypes.CDLL | None:
                 if not target.exists():
                     _compile([_nvcc(), *command[1:], str(source)], target)
         return ctypes.CDLL(str(target))
-    except (
-        OSError,
-        RuntimeError,
-        subprocess.CalledProcessError,
-    ) as error:  # RuntimeError: this user has no home folder
+    except (OSError, ModelError, subprocess.CalledProcessError) as error:  # ModelError: there is no home folder
         detail = getattr(error, "stderr", None) or error
         logger.warning("no %s kernels, the matrix library does their work: %s", name, detail)
         return None

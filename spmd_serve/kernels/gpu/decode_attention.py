@@ -13,8 +13,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from spmd_serve.kernels.decode_attention import DecodeWorkspace, Rotation
+from spmd_serve.kernels.decode_attention import DecodeWorkspace
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
+from spmd_serve.kernels.rope_cache import Rotation
 
 LOG2E = tl.constexpr(1.4426950408889634)
 

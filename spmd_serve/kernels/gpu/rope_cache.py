@@ -6,21 +6,13 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
+from spmd_serve.kernels.rope_cache import Rotation
 
 
-def rope_and_cache(
-    qkv: Tensor,
-    positions: Tensor,
-    locations: Tensor,
-    k_cache: Tensor,
-    v_cache: Tensor,
-    rope_table: Tensor | None,
-    q_scale: Tensor | None,
-    k_scale: Tensor | None,
-    eps: float,
-) -> Tensor:
+def rope_and_cache(qkv: Tensor, rotation: Rotation, locations: Tensor, k_cache: Tensor, v_cache: Tensor) -> Tensor:
     """See spmd_serve.kernels.rope_cache.rope_and_cache."""
     kv_heads, head_dim = k_cache.shape[2:]
+    table = rotation.rope_table
     tokens = qkv.shape[0]
     heads = qkv.shape[1] // head_dim
     q_heads = heads - 2 * kv_heads
@@ -31,9 +23,9 @@ def rope_and_cache(
     # With few tokens many small programs, else one program a token.
     block_h = 4 if tokens <= 64 else min(triton.next_power_of_2(heads), max(1, 4096 // block_d))
     _rope_and_cache[(tokens, triton.cdiv(heads, block_h))](
-        qkv, positions, locations, k_cache, v_cache, rope_table, q_scale, k_scale, q, eps,
-        Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=0 if rope_table is None else rope_table.shape[2],
-        NORM=q_scale is not None, BLOCK_H=block_h, BLOCK_D=block_d,
+        qkv, rotation.positions, locations, k_cache, v_cache, table, rotation.q_scale, rotation.k_scale, q, rotation.eps,
+        Q_HEADS=q_heads, KV_HEADS=kv_heads, HEAD_DIM=head_dim, HALF=0 if table is None else table.shape[2],
+        NORM=rotation.q_scale is not None, BLOCK_H=block_h, BLOCK_D=block_d,
         num_warps=max(1, min(8, block_h * block_d // 512)), **launch_options(tokens),
     )  # fmt: skip
     return q
