@@ -16,13 +16,14 @@ from typing import Any
 from tokenizers import Tokenizer
 
 from spmd_serve.frontend.detokenizer import (
+    SPACE,
     ByteStream,
     ByteTable,
     Detokenizer,
     TextStream,
-    byte_fallback_bytes,
     byte_level_alphabet,
     byte_level_bytes,
+    sentencepiece_bytes,
 )
 from spmd_serve.tokenizer_files import read_json, read_tokenizer
 
@@ -67,17 +68,17 @@ class TextTokenizer:
         """Bytes of every id, or None for a decoder that is not the concatenation of its tokens' bytes."""
         own = self._tokenizer.decoder
         decoder = {} if own is None else json.loads(own.__getstate__())  # to_str() would write the vocabulary too
-        parts = decoder.get("decoders", [])  # of a Sequence
+        parts = decoder.get("decoders", [decoder])  # of a Sequence
+        kinds = {part.get("type") for part in parts}
         # A whole text begins without the space that SentencePiece puts before it; a continuation keeps it.
-        self._strips_space = any(part["type"] == "Strip" and part["start"] for part in parts)
-        kinds = [part["type"] for part in parts]
+        self._strips_space = any(part.get("start") or part.get("prepend_scheme", "never") != "never" for part in parts)
         size = max(self.vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=True))
         tokens = [self._tokenizer.id_to_token(i) or "" for i in range(size)]
-        if decoder.get("type") == "ByteLevel" or kinds == ["ByteLevel"]:
+        if kinds == {"ByteLevel"}:
             alphabet = byte_level_alphabet()
             return ByteTable([byte_level_bytes(token, alphabet) for token in tokens])
-        if "ByteFallback" in kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-            return ByteTable([byte_fallback_bytes(token) for token in tokens])
+        if kinds != {"Fuse"} and all(map(_is_of_sentencepiece, parts)):
+            return ByteTable([sentencepiece_bytes(token, "ByteFallback" in kinds) for token in tokens])
         return None
 
     def _without_special(self, table: ByteTable | None) -> ByteTable | None:
@@ -146,6 +147,16 @@ class TextTokenizer:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + re.sub("..", r"\\x\g<0>", data.hex())
+
+
+def _is_of_sentencepiece(part: dict[str, Any]) -> bool:
+    """Whether this decoder does nothing but what `sentencepiece_bytes` does, or strips a text's first space."""
+    kind = part.get("type")
+    if kind == "Replace":
+        return (part["pattern"], part["content"]) == ({"String": SPACE}, " ")
+    if kind == "Strip":
+        return (part["content"], part["stop"]) == (" ", 0)
+    return kind in ("ByteFallback", "Fuse") or (kind, part.get("replacement")) == ("Metaspace", SPACE)
 
 
 def _place(piece: str, text: str, position: int, special: bool) -> tuple[int, int]:
