@@ -25,16 +25,9 @@ from spmd_serve.frontend.detokenizer import (
     byte_level_bytes,
     sentencepiece_bytes,
 )
-from spmd_serve.tokenizer_files import read_json, read_tokenizer
+from spmd_serve.tokenizer_files import read_tokenizer, read_tokenizer_config
 
 MAX_LOST = 256  # characters of a text that its tokens may lack in one place
-
-
-def token_content(value: Any) -> str | None:
-    """The text of a token as tokenizer_config.json writes it: a string or an AddedToken object."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 class TextTokenizer:
@@ -51,14 +44,9 @@ class TextTokenizer:
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder = folder
         self._tokenizer: Tokenizer = read_tokenizer(folder)
-        self.config = read_json(folder / "tokenizer_config.json")
         self.vocab_size = vocab_size
         self.special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
-        self.special_tokens = {
-            name: text
-            for name, value in (read_json(folder / "special_tokens_map.json") | self.config).items()
-            if name.endswith("_token") and (text := token_content(value)) is not None
-        }
+        self.special_tokens = read_tokenizer_config(folder).roles
         self.bos_id = self.token_id(self.special_tokens.get("bos_token"))
         self._shown = self._make_table()
         self._hidden = self._without_special(self._shown)

@@ -17,6 +17,7 @@ from spmd_serve.layers.rotary import RopeConfig, check_rope
 from spmd_serve.models.defaults import DEFAULTS
 from spmd_serve.models.fp8 import fp8_checkpoint
 from spmd_serve.models.model_config import LayerSpec, ModelConfig, MoEConfig
+from spmd_serve.tokenizer_files import eos_of_tokenizer
 from spmd_serve.types import SamplingParams
 
 Raw = Mapping[str, Any]  # a parsed config.json (its text_config, if it has one)
@@ -170,7 +171,7 @@ _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_pena
 
 
 def load_model_config(folder: Path) -> ModelConfig:
-    """Read config.json (and generation_config.json and tokenizer_config.json, if there are any) of the model in `folder`.
+    """Read config.json (and generation_config.json and the tokenizer's files, if there are any) of the model in `folder`.
 
     Raises:
         UnsupportedModelError: an architecture or feature that is not known; the message lists those that are.
@@ -178,11 +179,13 @@ def load_model_config(folder: Path) -> ModelConfig:
     """
     whole = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json", optional=True)
-    tokenizer = _read_json(folder / "tokenizer_config.json", optional=True)
+    of_tokenizer = eos_of_tokenizer(
+        folder
+    )  # chat models tuned from base models may have their end of turn nowhere else
     try:
         architecture = _architecture(whole, folder)
         raw = DEFAULTS.get(architecture, {}) | _text_config(whole)
-        return _model_config(architecture, raw, generation, tokenizer)
+        return _model_config(architecture, raw, generation, of_tokenizer)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, ModelError):
             raise
@@ -224,7 +227,7 @@ def _text_config(whole: dict[str, Any]) -> dict[str, Any]:
     return whole | (whole.get("text_config") or {}) | outer
 
 
-def _model_config(architecture: str, raw: Raw, generation: Raw, tokenizer: Raw) -> ModelConfig:
+def _model_config(architecture: str, raw: Raw, generation: Raw, of_tokenizer: int | None) -> ModelConfig:
     family = {
         key: value(raw) if callable(value) and key not in _OF_LAYERS else value
         for key, value in FAMILIES[architecture].items()
@@ -239,7 +242,7 @@ def _model_config(architecture: str, raw: Raw, generation: Raw, tokenizer: Raw) 
     for rope in ropes.values():
         check_rope(rope, head_dim)
     layers = _layers(raw, ropes, *(family.pop(key, None) for key in _OF_LAYERS))
-    eos = _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")) + _eos_of_tokenizer(tokenizer)
+    eos = _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")) + _token_ids(of_tokenizer)
     fields: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": raw["vocab_size"],
@@ -308,14 +311,6 @@ def _token_ids(*candidates: Any) -> tuple[int, ...]:
         if given is not None:
             return tuple(given) if isinstance(given, list) else (int(given),)
     return ()
-
-
-def _eos_of_tokenizer(tokenizer: Raw) -> tuple[int, ...]:
-    """Chat models tuned from base models may have their end of turn nowhere else."""
-    eos = tokenizer.get("eos_token")
-    text = eos.get("content") if isinstance(eos, dict) else eos
-    added = tokenizer.get("added_tokens_decoder") or {}
-    return tuple(int(i) for i, token in added.items() if token.get("content") == text)
 
 
 # ---- layers and rotary embeddings ---------------------------------------------------------------------------------
