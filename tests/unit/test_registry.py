@@ -367,6 +367,7 @@ def test_folders(tmp_path: Path) -> None:
         resolved(str(tmp_path))
     (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "a.gguf").write_bytes(b"x")
+    (tmp_path / "._a.gguf").write_bytes(b"x")  # macOS leaves such beside a file
     with pytest.raises(WeightsError, match=r"a\.gguf is damaged"):  # the only GGUF file is meant
         resolved(str(tmp_path))
     (tmp_path / "b.gguf").write_bytes(b"x")
