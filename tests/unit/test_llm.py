@@ -118,3 +118,12 @@ def test_a_pool_that_no_memory_holds_is_one_line(tmp_path: Path) -> None:
     pool = ("--page-size", "1024", "--num-pages", str(2**31 - 1))  # more than a process can address
     with pytest.raises(DeviceMemoryError, match="fewer --num-pages"):
         LLM("--model", str(tmp_path), "--load-format", "dummy", "--device", "cpu", *pool)
+
+
+@pytest.mark.parametrize("size", ["intermediate_size", "max_position_embeddings"])
+def test_a_model_that_no_memory_holds_is_one_line(tmp_path: Path, size: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {size: 10**13}))
+    with pytest.raises(
+        DeviceMemoryError, match=r"rank 0's part of the model .*start more ranks.*smaller --max-model-len"
+    ):
+        LLM("--model", str(tmp_path), *OPTIONS)
