@@ -402,5 +402,9 @@ def test_bundled_tokenizer_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokenizer.encode("hello <|im_end|> world 12345").ids == [28120, 216, 2, 905, 216, 33, 34, 35, 36, 37]
     model = load_model_config(folder)
     assert (model.num_layers, model.hidden_size, model.num_q_heads, model.num_kv_heads) == (30, 576, 9, 3)
-    assert (model.vocab_size, model.ropes[0].theta, model.eos_token_ids) == (49152, 100000.0, (2,))
+    assert (model.vocab_size, model.ropes[0].theta, model.eos_token_ids) == (
+        49152,
+        100000.0,
+        (2, 0),
+    )  # and <|endoftext|>
     assert SafetensorsSource(folder).shape("model.embed_tokens.weight") == (49152, 576)
