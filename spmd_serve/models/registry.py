@@ -179,9 +179,11 @@ def load_model_config(folder: Path) -> ModelConfig:
     """
     whole = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json", optional=True)
-    of_tokenizer = eos_of_tokenizer(
-        folder
-    )  # chat models tuned from base models may have their end of turn nowhere else
+    modelopt = _read_json(folder / "hf_quant_config.json", optional=True).get("quantization")
+    if isinstance(modelopt, dict) and modelopt.get("quant_algo"):  # its earlier versions wrote nothing into config.json
+        whole = {"quantization_config": {"quant_method": "modelopt"} | modelopt} | whole
+    # Chat models tuned from base models may have their end of turn nowhere else.
+    of_tokenizer = eos_of_tokenizer(folder)
     try:
         architecture = _architecture(whole, folder)
         raw = DEFAULTS.get(architecture, {}) | _text_config(whole)

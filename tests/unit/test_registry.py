@@ -245,6 +245,19 @@ def test_files_mean_what_they_mean_to_transformers(tmp_path: Path, architecture:
     assert replace(ours, **special) == replace(theirs, **special)
 
 
+def test_modelopts_own_file_says_how_the_weights_are_quantised(tmp_path: Path) -> None:
+    """Without it the scales would be tensors that nobody expects."""
+    file = tmp_path / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}))
+    assert load(tmp_path).quantization == {"quant_method": "modelopt", "quant_algo": "FP8"}
+    assert load(tmp_path, quantization_config={"quant_method": "fp8"}).quantization == {"quant_method": "fp8"}
+    file.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(UnsupportedModelError, match="modelopt NVFP4"):
+        load(tmp_path)
+    file.write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    assert load(tmp_path).quantization is None
+
+
 def test_generation_config_comes_first(tmp_path: Path) -> None:
     generation = {"eos_token_id": [7, 8], "temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 5}
     model = load(tmp_path, generation, eos_token_id=2)
