@@ -170,8 +170,11 @@ _OF_LAYERS = ("slides", "moe_layer", "rope_layer")
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def load_model_config(folder: Path) -> ModelConfig:
+def load_model_config(folder: Path, tokenizer_folder: Path | None = None) -> ModelConfig:
     """Read config.json (and generation_config.json and the tokenizer's files, if there are any) of the model in `folder`.
+
+    Args:
+        tokenizer_folder: where the tokenizer is, if not there.
 
     Raises:
         UnsupportedModelError: an architecture or feature that is not known; the message lists those that are.
@@ -183,7 +186,7 @@ def load_model_config(folder: Path) -> ModelConfig:
     if isinstance(modelopt, dict) and modelopt.get("quant_algo"):  # its earlier versions wrote nothing into config.json
         whole = {"quantization_config": {"quant_method": "modelopt"} | modelopt} | whole
     # Chat models tuned from base models may have their end of turn nowhere else.
-    of_tokenizer = eos_of_tokenizer(folder)
+    of_tokenizer = eos_of_tokenizer(tokenizer_folder or folder)
     try:
         architecture = _architecture(whole, folder)
         raw = DEFAULTS.get(architecture, {}) | _text_config(whole)
