@@ -15,6 +15,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from spmd_serve.errors import RequestError
 from spmd_serve.frontend.detokenizer import (
     SPACE,
     ByteStream,
@@ -76,9 +77,16 @@ class TextTokenizer:
 
     # ---- text to ids
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:
-        """Ids of one text as int32. Special tokens are those that the tokenizer adds by default, such as BOS."""
-        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    def encode(self, text: str, add_special_tokens: bool = True, field: str = "prompt") -> array[int]:
+        """Ids of one text as int32. Special tokens are those that the tokenizer adds by default, such as BOS.
+
+        Raises:
+            RequestError: the text has what the tokenizer has no token for; `field` is the request's that it came in.
+        """
+        try:
+            encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except Exception as error:  # tokenizers raises bare Exception
+            raise RequestError(f"this model's tokenizer cannot encode the text: {error}", param=field) from None
         return array("i", encoding.ids)
 
     def least_tokens(self, text: str) -> int:
