@@ -268,17 +268,23 @@ def _model_config(architecture: str, raw: Raw, generation: Raw, of_tokenizer: in
         "quantization": quantization,
         "generation_defaults": _generation_defaults(generation, raw["vocab_size"]),
     }
-    _check_numbers(fields)
-    return ModelConfig(**(fields | family | _activation(raw, family)))
+    model = ModelConfig(**(fields | family | _activation(raw, family)))
+    _check_numbers(fields, model)
+    return model
 
 
-def _check_numbers(fields: Mapping[str, Any]) -> None:
+def _check_numbers(fields: Mapping[str, Any], model: ModelConfig) -> None:
     """Here, where the file at fault is known: a size of 0, None or a list would fail wherever it is used first."""
     for name in _SIZES:
         if type(fields[name]) is not int or fields[name] < 1:
             raise ValueError(f"{name} is {fields[name]!r}; it must be an integer, 1 or more")
     if type(fields["norm_eps"]) not in (int, float) or not fields["norm_eps"] >= 0:
         raise ValueError(f"norm_eps is {fields['norm_eps']!r}; it must be a number, 0 or more")
+    for window in {layer.window for layer in model.layers} - {None}:
+        if type(window) is not int or window < 1:
+            raise ValueError(f"sliding_window is {window!r}; it must be an integer, 1 or more, or null")
+    if model.moe is not None and not 1 <= model.moe.experts_per_token <= model.moe.num_experts:
+        raise ValueError(f"{model.moe.experts_per_token} experts a token cannot be chosen of {model.moe.num_experts}")
 
 
 def _generation_defaults(generation: Raw, vocab_size: int) -> dict[str, float]:
@@ -314,7 +320,7 @@ def _token_ids(*candidates: Any) -> tuple[int, ...]:
     """The first that is given, as a tuple; config files hold None, one id or a list."""
     for given in candidates:
         if given is not None:
-            return tuple(given) if isinstance(given, list) else (int(given),)
+            return tuple(int(i) for i in (given if isinstance(given, list) else [given]))
     return ()
 
 

@@ -268,6 +268,7 @@ def test_generation_config_comes_first(tmp_path: Path) -> None:
 def test_ids_that_the_model_has_not_are_no_eos(tmp_path: Path) -> None:
     assert load(tmp_path, eos_token_id=-1).eos_token_ids == ()
     assert load(tmp_path, eos_token_id=[999, 1000]).eos_token_ids == (999,)
+    assert load(tmp_path, {"eos_token_id": ["7", 8]}).eos_token_ids == (7, 8)
 
 
 @pytest.mark.parametrize("eos", ["<|im_end|>", {"content": "<|im_end|>", "special": True}, None, "<|other|>"])
@@ -330,6 +331,9 @@ def test_what_is_not_known_is_refused(tmp_path: Path, config: dict[str, Any], me
         ({"rms_norm_eps": "1e-5"}, "norm_eps is '1e-5'"),
         ({"head_dim": 7}, "7 dimensions of a head .* no even number"),
         ({"text_config": 5}, "AttributeError"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window is -1"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": "7"}, "sliding_window is '7'"),
+        ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9}, "9 experts a token .* of 8"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_is_loaded(
