@@ -37,9 +37,10 @@ def write_gguf(
     quantise: dict[str, Type] | None = None,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    endian: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
 ) -> dict[str, np.ndarray]:
     """A tiny model; returns the float32 values that each stored tensor stands for."""
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, endianess=endian)
     values = {"block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": FFN}
     values |= {"attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM}
     for key, value in (values | (metadata or {})).items():
@@ -362,6 +363,13 @@ def test_damaged_file(tmp_path: Path, damage: str) -> None:
 def test_damaged_numbers(tmp_path: Path, metadata: dict[str, int]) -> None:
     write_gguf(tmp_path / "m.gguf", metadata=metadata)
     with pytest.raises(WeightsError, match=rf"is damaged .*{next(iter(metadata.values()))}"):
+        conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+
+
+@pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.Q8_0])
+def test_files_of_the_other_byte_order_are_refused(tmp_path: Path, kind: Type) -> None:
+    write_gguf(tmp_path / "m.gguf", quantise={"token_embd.weight": kind}, endian=gguf.GGUFEndian.BIG)
+    with pytest.raises(UnsupportedModelError, match=r"other byte order.*gguf-convert-endian"):
         conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
 
 
