@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 
 from spmd_serve.config import Config, resolved
 from spmd_serve.distributed.collectives import Communicator
@@ -31,7 +32,7 @@ def make_plan(config: Config, ranks: RankInfo) -> Plan:
         ModelError, ConfigError: what the user gave cannot be served.
     """
     folder = resolve_model(config.model, ranks)
-    model = load_model_config(folder)
+    model = load_model_config(folder, Path(config.model.tokenizer) if config.model.tokenizer else None)
     device = pick_device(config.engine.device, ranks.local_rank)
     return Plan(resolve_config(config, model, device), model, folder, device)
 

@@ -17,7 +17,14 @@ from spmd_serve.config import Config, flag_name
 from spmd_serve.distributed.board import Board, Peer
 from spmd_serve.errors import FingerprintMismatchError
 
-_TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json")
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "generation_config.json",
+)
 _SAMPLES, _SAMPLE_BYTES = 16, 4096
 
 

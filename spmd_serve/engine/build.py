@@ -16,7 +16,7 @@ from spmd_serve.distributed.partition import Partition, make_partition
 from spmd_serve.engine.grammar import Grammars
 from spmd_serve.engine.kv_cache import KVCache
 from spmd_serve.engine.model_runner import ModelRunner, RunnerLimits
-from spmd_serve.errors import ConfigError
+from spmd_serve.errors import ConfigError, DeviceMemoryError
 from spmd_serve.kernels.fp8 import FP8, Fp8Format
 from spmd_serve.kernels.packed import activation_dtype, is_fast
 from spmd_serve.models.blocks import DecoderContext
@@ -166,6 +166,7 @@ def build_decoder(plan: Plan, comm: Communicator) -> tuple[Decoder, DecoderConte
 
     Raises:
         ModelError: the weights do not fit the model.
+        DeviceMemoryError: this rank's part of the model does not fit the device.
     """
     options, model, device = plan.config.model, plan.model, plan.device
     dtype = pick_dtype(options.dtype, model, device)
@@ -178,10 +179,18 @@ def build_decoder(plan: Plan, comm: Communicator) -> tuple[Decoder, DecoderConte
     if model.tie_embeddings and has_own_head(source, model, partition.vocab):
         model = dataclasses.replace(model, tie_embeddings=False)
     context = DecoderContext(model, partition, comm, attention, dtype, device, fp8)
-    with torch.inference_mode():
-        decoder = Decoder(context, resolved(options.max_model_len))
-        report = load_weights(decoder.pieces(), source, progress=comm.rank == 0, ignore=is_unused(model))
-        decoder.pack()
+    try:
+        with torch.inference_mode():
+            decoder = Decoder(context, resolved(options.max_model_len))
+            report = load_weights(decoder.pieces(), source, progress=comm.rank == 0, ignore=is_unused(model))
+            decoder.pack()
+    except RuntimeError as exc:
+        if not isinstance(exc, torch.OutOfMemoryError) and "can't allocate memory" not in str(exc):  # as a CPU says it
+            raise
+        raise DeviceMemoryError(
+            f"there is no memory for rank {comm.rank}'s part of the model ({str(exc).splitlines()[0]}): start more ranks, or give "
+            "--quantization fp8 or a smaller --max-model-len"
+        ) from exc
     logger.info("weights loaded: %s", report)
     return decoder, context, report
 

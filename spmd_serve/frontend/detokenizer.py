@@ -18,6 +18,7 @@ from typing import Protocol
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
+SPACE = "\u2581"  # SentencePiece's
 MAX_BACKLOG = 16  # tokens that may wait for a character in a TextStream
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -98,7 +99,11 @@ class TextStream:
         self._backlog: list[int] = []
 
     def step(self, token: int) -> str:
-        text: str | None = self._stream.step(self._tokenizer, token)
+        try:
+            text: str | None = self._stream.step(self._tokenizer, token)
+        except Exception:  # bare: with this token, what has been given out would read otherwise
+            self._backlog.append(token)
+            return self._restart()
         if text is not None:
             self._backlog.clear()
             return text
@@ -133,14 +138,14 @@ def byte_level_bytes(token: str, alphabet: dict[str, int]) -> bytes:
         return token.encode()
 
 
-def byte_fallback_bytes(token: str) -> bytes:
-    """A SentencePiece token's bytes: <0xNN> is a byte, U+2581 a space."""
-    if len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
+def sentencepiece_bytes(token: str, byte_fallback: bool) -> bytes:
+    """A SentencePiece token's bytes: U+2581 is a space; with byte_fallback, <0xNN> is a byte."""
+    if byte_fallback and len(token) == 6 and token.startswith("<0x") and token.endswith(">"):
         try:
             return bytes([int(token[3:5], 16)])
         except ValueError:
             pass
-    return token.replace("▁", " ").encode()
+    return token.replace(SPACE, " ").encode()
 
 
 # ---- stop strings -------------------------------------------------------------------------------------------------

@@ -207,7 +207,7 @@ class Planner:
             extra=body.chat_template_kwargs or {},
         )
         self._check_text_length(text, "messages", 1)
-        ids = self._tokenizer.encode(text, bool(body.add_special_tokens))
+        ids = self._tokenizer.encode(text, bool(body.add_special_tokens), "messages")
         if len(ids) > 1 and ids[0] == ids[1] == self._tokenizer.bos_id:
             return ids[1:]  # both the template and the tokenizer wrote BOS
         return ids
@@ -222,7 +222,7 @@ class Planner:
         least = min(wanted, 1)  # tokens of the answer
         if isinstance(prompt, str):
             self._check_text_length(prompt, field, least)
-            ids = self._tokenizer.encode(prompt, add_special)
+            ids = self._tokenizer.encode(prompt, add_special, field)
         elif isinstance(prompt, list):
             self._check_ids(field, prompt)
             ids = array("i", prompt)

@@ -15,25 +15,20 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from spmd_serve.errors import RequestError
 from spmd_serve.frontend.detokenizer import (
+    SPACE,
     ByteStream,
     ByteTable,
     Detokenizer,
     TextStream,
-    byte_fallback_bytes,
     byte_level_alphabet,
     byte_level_bytes,
+    sentencepiece_bytes,
 )
-from spmd_serve.tokenizer_files import read_json, read_tokenizer
+from spmd_serve.tokenizer_files import read_tokenizer, read_tokenizer_config
 
 MAX_LOST = 256  # characters of a text that its tokens may lack in one place
-
-
-def token_content(value: Any) -> str | None:
-    """The text of a token as tokenizer_config.json writes it: a string or an AddedToken object."""
-    if isinstance(value, dict):
-        value = value.get("content")
-    return value if isinstance(value, str) else None
 
 
 class TextTokenizer:
@@ -50,14 +45,9 @@ class TextTokenizer:
     def __init__(self, folder: Path, vocab_size: int) -> None:
         self.folder = folder
         self._tokenizer: Tokenizer = read_tokenizer(folder)
-        self.config = read_json(folder / "tokenizer_config.json")
         self.vocab_size = vocab_size
         self.special_ids = {i for i, t in self._tokenizer.get_added_tokens_decoder().items() if t.special}
-        self.special_tokens = {
-            name: text
-            for name, value in (read_json(folder / "special_tokens_map.json") | self.config).items()
-            if name.endswith("_token") and (text := token_content(value)) is not None
-        }
+        self.special_tokens = read_tokenizer_config(folder).roles
         self.bos_id = self.token_id(self.special_tokens.get("bos_token"))
         self._shown = self._make_table()
         self._hidden = self._without_special(self._shown)
@@ -67,17 +57,17 @@ class TextTokenizer:
         """Bytes of every id, or None for a decoder that is not the concatenation of its tokens' bytes."""
         own = self._tokenizer.decoder
         decoder = {} if own is None else json.loads(own.__getstate__())  # to_str() would write the vocabulary too
-        parts = decoder.get("decoders", [])  # of a Sequence
+        parts = decoder.get("decoders", [decoder])  # of a Sequence
+        kinds = {part.get("type") for part in parts}
         # A whole text begins without the space that SentencePiece puts before it; a continuation keeps it.
-        self._strips_space = any(part["type"] == "Strip" and part["start"] for part in parts)
-        kinds = [part["type"] for part in parts]
+        self._strips_space = any(part.get("start") or part.get("prepend_scheme", "never") != "never" for part in parts)
         size = max(self.vocab_size, self._tokenizer.get_vocab_size(with_added_tokens=True))
         tokens = [self._tokenizer.id_to_token(i) or "" for i in range(size)]
-        if decoder.get("type") == "ByteLevel" or kinds == ["ByteLevel"]:
+        if kinds == {"ByteLevel"}:
             alphabet = byte_level_alphabet()
             return ByteTable([byte_level_bytes(token, alphabet) for token in tokens])
-        if "ByteFallback" in kinds and set(kinds) <= {"Replace", "ByteFallback", "Fuse", "Strip"}:
-            return ByteTable([byte_fallback_bytes(token) for token in tokens])
+        if kinds != {"Fuse"} and all(map(_is_of_sentencepiece, parts)):
+            return ByteTable([sentencepiece_bytes(token, "ByteFallback" in kinds) for token in tokens])
         return None
 
     def _without_special(self, table: ByteTable | None) -> ByteTable | None:
@@ -87,9 +77,16 @@ class TextTokenizer:
 
     # ---- text to ids
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> array[int]:
-        """Ids of one text as int32. Special tokens are those that the tokenizer adds by default, such as BOS."""
-        encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+    def encode(self, text: str, add_special_tokens: bool = True, field: str = "prompt") -> array[int]:
+        """Ids of one text as int32. Special tokens are those that the tokenizer adds by default, such as BOS.
+
+        Raises:
+            RequestError: the text has what the tokenizer has no token for; `field` is the request's that it came in.
+        """
+        try:
+            encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
+        except Exception as error:  # tokenizers raises bare Exception
+            raise RequestError(f"this model's tokenizer cannot encode the text: {error}", param=field) from None
         return array("i", encoding.ids)
 
     def least_tokens(self, text: str) -> int:
@@ -146,6 +143,16 @@ class TextTokenizer:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + re.sub("..", r"\\x\g<0>", data.hex())
+
+
+def _is_of_sentencepiece(part: dict[str, Any]) -> bool:
+    """Whether this decoder does nothing but what `sentencepiece_bytes` does, or strips a text's first space."""
+    kind = part.get("type")
+    if kind == "Replace":
+        return (part["pattern"], part["content"]) == ({"String": SPACE}, " ")
+    if kind == "Strip":
+        return (part["content"], part["stop"]) == (" ", 0)
+    return kind in ("ByteFallback", "Fuse") or (kind, part.get("replacement")) == ("Metaspace", SPACE)
 
 
 def _place(piece: str, text: str, position: int, special: bool) -> tuple[int, int]:

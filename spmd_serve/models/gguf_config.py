@@ -12,6 +12,9 @@ from spmd_serve.models.gguf_file import GgufFile
 
 # Tokens that end a turn, by which chat models are stopped although the file names only one EOS.
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
+# Control tokens that end a text in every model that has them. A chat model's file names its end of turn as the EOS instead.
+_END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
+_CONTROL = 3  # tokenizer.ggml.token_type
 
 
 def write_configs(file: GgufFile, folder: Path) -> None:
@@ -175,10 +178,12 @@ _SPECIFIC: dict[str, Callable[[GgufFile, dict[str, Any]], dict[str, Any]]] = {
 
 
 def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
-    """EOS, end of turn and end of message, in that order, without repetition."""
+    """EOS, end of turn, end of message and end of text, in that order, without repetition."""
     named = [file.meta.get(f"tokenizer.ggml.{kind}_token_id") for kind in ("eos", "eot", "eom")]
     template = file.meta.get("tokenizer.chat_template", "")
     written = [t for t in _END_OF_TURN if t in template]
-    tokens = file.meta.get("tokenizer.ggml.tokens", [])
+    tokens, kinds = (file.meta.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
     by_text = [tokens.index(text) for text in written if text in tokens]
+    control = {text: i for i, (text, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _CONTROL}
+    by_text += [control[text] for text in _END_OF_TEXT if text in control]
     return tuple(dict.fromkeys(int(i) for i in [*named, *by_text] if i is not None))

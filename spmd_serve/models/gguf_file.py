@@ -58,7 +58,7 @@ class GgufFile:
 
     Raises:
         WeightsError: the file is damaged or no GGUF.
-        UnsupportedModelError: an architecture, or a type of tensors, that is not known.
+        UnsupportedModelError: an architecture, or a type of tensors, that is not known; another byte order.
     """
 
     def __init__(self, path: Path) -> None:
@@ -69,6 +69,13 @@ class GgufFile:
             name = str(self.meta["general.architecture"])
         except (ValueError, LookupError, OSError, OverflowError, MemoryError, TypeError, struct.error) as error:
             raise WeightsError(f"{path} is damaged or no GGUF file ({one_line(error)}); fetch it again") from error
+        if any(
+            reader.byte_order == "S" for reader in readers
+        ):  # the library swaps its numbers, but not those in blocks
+            raise UnsupportedModelError(
+                f"{path} is a GGUF file for machines of the other byte order; fetch the little-endian one, or convert it with "
+                "`gguf-convert-endian FILE little`"
+            )
         if name not in ARCHITECTURES:
             known = ", ".join(ARCHITECTURES)
             raise UnsupportedModelError(f"{path} has the GGUF architecture '{name}'; supported are {known}")

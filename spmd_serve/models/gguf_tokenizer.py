@@ -18,7 +18,7 @@ from tokenizers.models import BPE
 from spmd_serve.errors import UnsupportedModelError, WeightsError
 from spmd_serve.models.gguf_file import one_line
 
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 _SPACE = "\u2581"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -110,7 +110,8 @@ def build_tokenizer(architecture: str, meta: Mapping[str, Any]) -> Tokenizer:
             tokenizer = _byte_level(meta)
         else:
             tokenizer = _sentencepiece(meta, gemma=architecture.startswith("gemma"))
-        _add_special_tokens(tokenizer, meta)
+        # What Phi-3's tokens swallow is not in its files: its chats have a line break after each that no model was shown.
+        _add_special_tokens(tokenizer, meta, swallow_space=architecture == "phi3" and kind == "llama")
         _add_bos_and_eos(tokenizer, meta)
     except UnsupportedModelError:
         raise
@@ -190,14 +191,15 @@ def _merges_from_vocabulary(
     return [(left, right) for _, _, _, left, right in found]
 
 
-def _add_special_tokens(tokenizer: Tokenizer, meta: Mapping[str, Any]) -> None:
+def _add_special_tokens(tokenizer: Tokenizer, meta: Mapping[str, Any], *, swallow_space: bool) -> None:
     types = meta.get("tokenizer.ggml.token_type", ())
     special, plain = [], []
     for token, kind in zip(meta["tokenizer.ggml.tokens"], types, strict=False):
-        if kind == _CONTROL:
-            special.append(AddedToken(token, normalized=False, special=True))
+        rstrip = swallow_space and token not in ("<unk>", "<s>", "<|endoftext|>")
+        if kind in (_UNKNOWN, _CONTROL):
+            special.append(AddedToken(token, normalized=False, special=True, rstrip=rstrip))
         elif kind == _USER_DEFINED and tokenizer.token_to_id(token) is not None:
-            plain.append(AddedToken(token, normalized=False, special=False))
+            plain.append(AddedToken(token, normalized=False, special=False, rstrip=rstrip))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)
 

@@ -17,6 +17,7 @@ from spmd_serve.layers.rotary import RopeConfig, check_rope
 from spmd_serve.models.defaults import DEFAULTS
 from spmd_serve.models.fp8 import fp8_checkpoint
 from spmd_serve.models.model_config import LayerSpec, ModelConfig, MoEConfig
+from spmd_serve.tokenizer_files import eos_of_tokenizer
 from spmd_serve.types import SamplingParams
 
 Raw = Mapping[str, Any]  # a parsed config.json (its text_config, if it has one)
@@ -169,8 +170,11 @@ _OF_LAYERS = ("slides", "moe_layer", "rope_layer")
 _SAMPLING_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 
-def load_model_config(folder: Path) -> ModelConfig:
-    """Read config.json (and generation_config.json and tokenizer_config.json, if there are any) of the model in `folder`.
+def load_model_config(folder: Path, tokenizer_folder: Path | None = None) -> ModelConfig:
+    """Read config.json (and generation_config.json and the tokenizer's files, if there are any) of the model in `folder`.
+
+    Args:
+        tokenizer_folder: where the tokenizer is, if not there.
 
     Raises:
         UnsupportedModelError: an architecture or feature that is not known; the message lists those that are.
@@ -178,11 +182,15 @@ def load_model_config(folder: Path) -> ModelConfig:
     """
     whole = _read_json(folder / "config.json")
     generation = _read_json(folder / "generation_config.json", optional=True)
-    tokenizer = _read_json(folder / "tokenizer_config.json", optional=True)
+    modelopt = _read_json(folder / "hf_quant_config.json", optional=True).get("quantization")
+    if isinstance(modelopt, dict) and modelopt.get("quant_algo"):  # its earlier versions wrote nothing into config.json
+        whole = {"quantization_config": {"quant_method": "modelopt"} | modelopt} | whole
+    # Chat models tuned from base models may have their end of turn nowhere else.
+    of_tokenizer = eos_of_tokenizer(tokenizer_folder or folder)
     try:
         architecture = _architecture(whole, folder)
         raw = DEFAULTS.get(architecture, {}) | _text_config(whole)
-        return _model_config(architecture, raw, generation, tokenizer)
+        return _model_config(architecture, raw, generation, of_tokenizer)
     except (LookupError, TypeError, ValueError, AttributeError, ArithmeticError) as error:
         if isinstance(error, ModelError):
             raise
@@ -224,7 +232,7 @@ def _text_config(whole: dict[str, Any]) -> dict[str, Any]:
     return whole | (whole.get("text_config") or {}) | outer
 
 
-def _model_config(architecture: str, raw: Raw, generation: Raw, tokenizer: Raw) -> ModelConfig:
+def _model_config(architecture: str, raw: Raw, generation: Raw, of_tokenizer: int | None) -> ModelConfig:
     family = {
         key: value(raw) if callable(value) and key not in _OF_LAYERS else value
         for key, value in FAMILIES[architecture].items()
@@ -239,7 +247,7 @@ def _model_config(architecture: str, raw: Raw, generation: Raw, tokenizer: Raw) 
     for rope in ropes.values():
         check_rope(rope, head_dim)
     layers = _layers(raw, ropes, *(family.pop(key, None) for key in _OF_LAYERS))
-    eos = _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")) + _eos_of_tokenizer(tokenizer)
+    eos = _token_ids(generation.get("eos_token_id"), raw.get("eos_token_id")) + _token_ids(of_tokenizer)
     fields: dict[str, Any] = {
         "architecture": architecture,
         "vocab_size": raw["vocab_size"],
@@ -260,17 +268,23 @@ def _model_config(architecture: str, raw: Raw, generation: Raw, tokenizer: Raw) 
         "quantization": quantization,
         "generation_defaults": _generation_defaults(generation, raw["vocab_size"]),
     }
-    _check_numbers(fields)
-    return ModelConfig(**(fields | family | _activation(raw, family)))
+    model = ModelConfig(**(fields | family | _activation(raw, family)))
+    _check_numbers(fields, model)
+    return model
 
 
-def _check_numbers(fields: Mapping[str, Any]) -> None:
+def _check_numbers(fields: Mapping[str, Any], model: ModelConfig) -> None:
     """Here, where the file at fault is known: a size of 0, None or a list would fail wherever it is used first."""
     for name in _SIZES:
         if type(fields[name]) is not int or fields[name] < 1:
             raise ValueError(f"{name} is {fields[name]!r}; it must be an integer, 1 or more")
     if type(fields["norm_eps"]) not in (int, float) or not fields["norm_eps"] >= 0:
         raise ValueError(f"norm_eps is {fields['norm_eps']!r}; it must be a number, 0 or more")
+    for window in {layer.window for layer in model.layers} - {None}:
+        if type(window) is not int or window < 1:
+            raise ValueError(f"sliding_window is {window!r}; it must be an integer, 1 or more, or null")
+    if model.moe is not None and not 1 <= model.moe.experts_per_token <= model.moe.num_experts:
+        raise ValueError(f"{model.moe.experts_per_token} experts a token cannot be chosen of {model.moe.num_experts}")
 
 
 def _generation_defaults(generation: Raw, vocab_size: int) -> dict[str, float]:
@@ -306,16 +320,8 @@ def _token_ids(*candidates: Any) -> tuple[int, ...]:
     """The first that is given, as a tuple; config files hold None, one id or a list."""
     for given in candidates:
         if given is not None:
-            return tuple(given) if isinstance(given, list) else (int(given),)
+            return tuple(int(i) for i in (given if isinstance(given, list) else [given]))
     return ()
-
-
-def _eos_of_tokenizer(tokenizer: Raw) -> tuple[int, ...]:
-    """Chat models tuned from base models may have their end of turn nowhere else."""
-    eos = tokenizer.get("eos_token")
-    text = eos.get("content") if isinstance(eos, dict) else eos
-    added = tokenizer.get("added_tokens_decoder") or {}
-    return tuple(int(i) for i, token in added.items() if token.get("content") == text)
 
 
 # ---- layers and rotary embeddings ---------------------------------------------------------------------------------

@@ -64,7 +64,7 @@ def _bundled_gguf() -> Path:
 
 
 def _check_folder(folder: Path, *, weights: bool, show: bool) -> Path:
-    gguf = sorted(folder.glob("*.gguf"))
+    gguf = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("._"))  # macOS's, of another file
     gguf_alone = bool(gguf) and weights and not any(folder.glob("*.safetensors"))
     if (folder / "config.json").exists() and not gguf_alone:
         return folder

@@ -85,8 +85,14 @@ class SafetensorsSource(TensorSource):
         return tensor
 
 
+# Mistral's copy under other names, adapters beside their base, and what macOS leaves beside each file on other disks.
+_NO_WEIGHTS = ("consolidated", "adapter_", "._")
+
+
 def _safetensors_files(folder: Path) -> list[Path]:
-    index = folder / "model.safetensors.index.json"
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if single.exists():  # also beside shards and their index, which may be of an earlier save
+        return [single]
     if index.exists():
         try:
             files = sorted({folder / name for name in json.loads(index.read_bytes())["weight_map"].values()})
@@ -96,13 +102,12 @@ def _safetensors_files(folder: Path) -> list[Path]:
         if missing:
             raise WeightsError(f"{folder} lacks {len(missing)} of {len(files)} weight files: {listing(missing)}")
         return files
-    files = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("consolidated")]
+    files = [path for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith(_NO_WEIGHTS)]
     if not files:
         other = any(folder.glob("*.bin")) or any(folder.glob("*.pt")) or any(folder.glob("*.pth"))
         hint = " (only PyTorch pickles, which are not read: convert them to safetensors)" if other else ""
         raise WeightsError(f"{folder} has no *.safetensors weights{hint}; --load-format dummy needs none")
-    single = folder / "model.safetensors"
-    return [single] if single in files else files
+    return files
 
 
 _PREFIXES = (

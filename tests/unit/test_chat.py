@@ -191,7 +191,7 @@ def test_templates_are_utf_8_whatever_the_locale(tmp_path: Path) -> None:
 def test_damaged_lists_of_added_tokens(tmp_path: Path, entry: Any) -> None:
     shutil.copy(model_folder() / "tokenizer.json", tmp_path)
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"added_tokens_decoder": entry}))
-    with pytest.raises(ModelError, match=r"added_tokens_decoder in .*tokenizer_config\.json is damaged"):
+    with pytest.raises(ModelError, match=r"added tokens in .*tokenizer_config\.json is damaged"):
         TextTokenizer(tmp_path, 10)
 
 

@@ -8,6 +8,7 @@ from functools import cache
 from itertools import pairwise
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -20,8 +21,9 @@ from spmd_serve.frontend.detokenizer import (
     ByteTable,
     StopSearch,
     StopStrings,
-    byte_fallback_bytes,
+    TextStream,
     byte_level_alphabet,
+    sentencepiece_bytes,
 )
 from spmd_serve.frontend.tokenizer import TextTokenizer
 
@@ -120,13 +122,39 @@ def test_byte_fallback_tokenizer(tmp_path: Path) -> None:
     assert "".join(pieces) + tail == "a bé😀 a" == plain.decode(ids)
     assert pieces[2:4] == ["", "é"]
     assert tokenizer.token_bytes(299) == b""  # beyond the tokenizer, within the model's padded vocabulary
-    assert byte_fallback_bytes("<0xZZ>") == b"<0xZZ>"
+    assert sentencepiece_bytes("<0xZZ>", True) == b"<0xZZ>"
+    assert sentencepiece_bytes("<0x41>", False) == b"<0x41>"
     decoder = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     plain.decoder = decoders.Sequence(decoder)
     save(plain, tmp_path)
     tokenizer = TextTokenizer(tmp_path, 300)
     assert tokenizer.decode([3, 3]) == plain.decode([3, 3]) == "b b"
     assert tokenizer.stream().step(3) == " b"  # what continues a prompt keeps its space
+
+
+@pytest.mark.parametrize(
+    ("decoder", "prefixed"),
+    [
+        (decoders.Metaspace(), True),
+        (decoders.Metaspace(prepend_scheme="never"), False),
+        (decoders.Sequence([decoders.ByteFallback(), decoders.Metaspace(prepend_scheme="first")]), True),
+        (decoders.Sequence([decoders.Metaspace(prepend_scheme="never"), decoders.ByteFallback()]), False),
+        (decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]), True),
+    ],
+    ids=["always", "never", "bytes", "bytes-never", "no-bytes"],
+)
+def test_other_ways_to_write_sentencepieces_decoder(tmp_path: Path, decoder: Any, prefixed: bool) -> None:
+    plain = Tokenizer(models.WordLevel({"<0x0A>": 0, "<0xE2>": 1, "▁b": 2, "c": 3}, unk_token="c"))
+    plain.decoder = decoder
+    save(plain, tmp_path)
+    tokenizer = TextTokenizer(tmp_path, 5)
+    assert tokenizer.decode([2, 3, 2]) == plain.decode([2, 3, 2]) == ("bc b" if prefixed else " bc b")
+    assert tokenizer.stream().step(2) == " b"  # what continues a prompt keeps its space
+    assert tokenizer.token_bytes(4) == b""
+    # A byte that is none of a character, after one that is: tokenizers would then call both of them wrong.
+    pieces, tail = streamed(tokenizer, [3, 0, 1, 2, 3])
+    bytes_too = "ByteFallback" in repr(decoder)
+    assert "".join(pieces) + tail == ("c\n\ufffd bc" if bytes_too else "c<0x0A><0xE2> bc")
 
 
 # ---- where tokens stand in a text --------------------------------------------------------------------------------
@@ -220,6 +248,19 @@ def test_wordpiece_tokenizer(tmp_path: Path) -> None:
     text = tokenizer.decode([4] * 4000)  # ends in U+FFFD for ever, like a character that never completes
     assert time.perf_counter() - began < 2
     assert text.count("\ufffd") == 4000
+
+
+def test_a_token_that_changes_the_text_before_it() -> None:
+    """tokenizers gives up there, which must not end the service: what has been shown stays, and the text goes on."""
+    vocab = {"<0x41>": 0, "<0x82>": 1, "b</w>": 2}
+    plain = Tokenizer(models.WordLevel(vocab, unk_token="b</w>"))
+    plain.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.BPEDecoder()])
+    with pytest.raises(Exception, match="Invalid prefix"):
+        stream = decoders.DecodeStream(skip_special_tokens=True)
+        assert [stream.step(plain, token) for token in (0, 1, 2)]
+    text = TextStream(plain, True)
+    assert [text.step(token) for token in (0, 1, 2, 2)] == ["A", "", "\ufffdb", "b"]
+    assert text.flush() == ""
 
 
 def test_byte_level_alphabet_is_tokenizers_own() -> None:

@@ -37,9 +37,10 @@ def write_gguf(
     quantise: dict[str, Type] | None = None,
     metadata: dict[str, Any] | None = None,
     extra: dict[str, np.ndarray] | None = None,
+    endian: gguf.GGUFEndian = gguf.GGUFEndian.LITTLE,
 ) -> dict[str, np.ndarray]:
     """A tiny model; returns the float32 values that each stored tensor stands for."""
-    writer = gguf.GGUFWriter(path, arch)
+    writer = gguf.GGUFWriter(path, arch, endianess=endian)
     values = {"block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": FFN}
     values |= {"attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM}
     for key, value in (values | (metadata or {})).items():
@@ -365,6 +366,13 @@ def test_damaged_numbers(tmp_path: Path, metadata: dict[str, int]) -> None:
         conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
 
 
+@pytest.mark.parametrize("kind", [Type.F32, Type.F16, Type.Q8_0])
+def test_files_of_the_other_byte_order_are_refused(tmp_path: Path, kind: Type) -> None:
+    write_gguf(tmp_path / "m.gguf", quantise={"token_embd.weight": kind}, endian=gguf.GGUFEndian.BIG)
+    with pytest.raises(UnsupportedModelError, match=r"other byte order.*gguf-convert-endian"):
+        conversion.convert_gguf(tmp_path / "m.gguf", progress=False)
+
+
 def test_unknown_architecture_lists_the_known(tmp_path: Path) -> None:
     write_gguf(tmp_path / "m.gguf", "mamba")
     with pytest.raises(UnsupportedModelError, match=r"'mamba'; supported are llama, qwen2"):
@@ -402,5 +410,9 @@ def test_bundled_tokenizer_round_trips(monkeypatch: pytest.MonkeyPatch) -> None:
     assert tokenizer.encode("hello <|im_end|> world 12345").ids == [28120, 216, 2, 905, 216, 33, 34, 35, 36, 37]
     model = load_model_config(folder)
     assert (model.num_layers, model.hidden_size, model.num_q_heads, model.num_kv_heads) == (30, 576, 9, 3)
-    assert (model.vocab_size, model.ropes[0].theta, model.eos_token_ids) == (49152, 100000.0, (2,))
+    assert (model.vocab_size, model.ropes[0].theta, model.eos_token_ids) == (
+        49152,
+        100000.0,
+        (2, 0),
+    )  # and <|endoftext|>
     assert SafetensorsSource(folder).shape("model.embed_tokens.weight") == (49152, 576)

@@ -60,6 +60,22 @@ def test_sentencepiece_tokenizer() -> None:
     assert gemma.decode(gemma.encode(" hello").ids) == " hello"
 
 
+def test_phi_3_swallows_the_space_after_its_tokens() -> None:
+    """As its tokenizer.json says, and no field of a GGUF file does: llama.cpp knows it by the model's name."""
+    chat = "<|im_start|>\nhello<|im_end|>\n<s> h"
+    phi = build_tokenizer("phi3", sentencepiece_meta())
+    tokens = [phi.id_to_token(i) for i in phi.encode(chat).ids]
+    assert tokens == ["<s>", "<|im_start|>", "▁hello", "<|im_end|>", "<s>", "▁", "▁h"]
+    assert "<0x0A>" in build_tokenizer("llama", sentencepiece_meta()).encode(chat).tokens
+    assert "Ċ" in build_tokenizer("phi3", byte_level_meta()).encode("<|im_end|>\n").tokens  # Phi-4's vocabulary
+
+
+def test_the_unknown_token_is_special() -> None:
+    tokenizer = build_tokenizer("llama", sentencepiece_meta())
+    assert tokenizer.encode("<unk>").ids == [1, 0]
+    assert tokenizer.decode([0]) == ""
+
+
 def test_vocabularies_that_lack_something_are_refused() -> None:
     for meta in (byte_level_meta(), sentencepiece_meta()):
         for key in ("tokens", "merges" if "tokenizer.ggml.merges" in meta else "scores"):

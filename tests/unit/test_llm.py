@@ -51,10 +51,17 @@ def test_the_tokenizer_that_was_asked_for_cuts_no_prompt_and_pads_none(tmp_path:
         (result,) = llm.generate(["t5 t6 t7 t8 t9"], SamplingParams(max_tokens=2, temperature=0.0))
         assert result.prompt_ids == [5, 6, 7, 8, 9]
         assert result.text.split() == [f"t{i}" for i in result.token_ids]
+        (tmp_path / "own" / "tokenizer_config.json").write_text(json.dumps({"eos_token": f"t{result.token_ids[0]}"}))
         with pytest.raises(TypeError, match=r"give \[prompt\]"):  # not a generation for each of its letters
             llm.generate("t5 t6", SamplingParams(max_tokens=1))
         with pytest.raises(ValueError, match="2 prompts, but 1 params"):
             llm.generate([[1], [2]], [SamplingParams(max_tokens=1)])
+    finally:
+        llm.close()
+    llm = LLM(*arguments, "--device", "cpu", "--num-pages", "16")
+    try:
+        (stopped,) = llm.generate(["t5 t6 t7 t8 t9"], SamplingParams(max_tokens=2, temperature=0.0))
+        assert (stopped.token_ids, stopped.finish_reason) == (result.token_ids[:1], "stop")  # at that tokenizer's EOS
     finally:
         llm.close()
 
@@ -139,3 +146,12 @@ def test_a_pool_that_no_memory_holds_is_one_line(tmp_path: Path) -> None:
     pool = ("--page-size", "1024", "--num-pages", str(2**31 - 1))  # more than a process can address
     with pytest.raises(DeviceMemoryError, match="fewer --num-pages"):
         LLM("--model", str(tmp_path), "--load-format", "dummy", "--device", "cpu", *pool)
+
+
+@pytest.mark.parametrize("size", ["intermediate_size", "max_position_embeddings"])
+def test_a_model_that_no_memory_holds_is_one_line(tmp_path: Path, size: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | {size: 10**13}))
+    with pytest.raises(
+        DeviceMemoryError, match=r"rank 0's part of the model .*start more ranks.*smaller --max-model-len"
+    ):
+        LLM("--model", str(tmp_path), *OPTIONS)

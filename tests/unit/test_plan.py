@@ -254,6 +254,25 @@ def test_one_bos_in_a_chat(tmp_path: Any) -> None:
     assert completion(planner, add_special_tokens=False).prompts[0].ids.tolist() == [28120]
 
 
+def test_a_text_that_the_tokenizer_has_no_tokens_for_is_the_clients_error(tmp_path: Any) -> None:
+    from tokenizers import Tokenizer, models
+
+    Tokenizer(models.Unigram([("a", -1.0)], unk_id=None)).save(str(tmp_path / "tokenizer.json"))
+    tokenizer = TextTokenizer(tmp_path, VOCAB)
+    info = fake_info()
+    template = ChatTemplate("{{ messages[0].content }}", tokenizer)
+    planner = Planner(Config(), info, tokenizer, template, GrammarCompiler(tokenizer, info))
+    assert completion(planner, prompt="aa").prompts[0].ids.tolist() == [0, 0]
+    for ask, param in (
+        (lambda: completion(planner), "prompt"),
+        (lambda: chat(planner), "messages"),
+        (lambda: planner.tokenize(b'{"prompt": "hello"}'), "prompt"),
+    ):
+        with pytest.raises(RequestError, match=r"tokenizer cannot encode the text: .*unknown token") as caught:
+            ask()
+        assert (caught.value.param, caught.value.status) == (param, 400)
+
+
 def test_tokens_that_the_model_has_no_embedding_for_are_refused() -> None:
     """A tokenizer may have more of them than the model: such an id would end the job."""
     small = make_planner(vocab_size=28120)  # "hello" is the first id beyond

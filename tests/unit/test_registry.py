@@ -245,6 +245,19 @@ def test_files_mean_what_they_mean_to_transformers(tmp_path: Path, architecture:
     assert replace(ours, **special) == replace(theirs, **special)
 
 
+def test_modelopts_own_file_says_how_the_weights_are_quantised(tmp_path: Path) -> None:
+    """Without it the scales would be tensors that nobody expects."""
+    file = tmp_path / "hf_quant_config.json"
+    file.write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": {"quant_algo": "FP8"}}))
+    assert load(tmp_path).quantization == {"quant_method": "modelopt", "quant_algo": "FP8"}
+    assert load(tmp_path, quantization_config={"quant_method": "fp8"}).quantization == {"quant_method": "fp8"}
+    file.write_text(json.dumps({"quantization": {"quant_algo": "NVFP4"}}))
+    with pytest.raises(UnsupportedModelError, match="modelopt NVFP4"):
+        load(tmp_path)
+    file.write_text(json.dumps({"quantization": {"quant_algo": None}}))
+    assert load(tmp_path).quantization is None
+
+
 def test_generation_config_comes_first(tmp_path: Path) -> None:
     generation = {"eos_token_id": [7, 8], "temperature": 0.6, "top_k": 20, "top_p": None, "max_new_tokens": 5}
     model = load(tmp_path, generation, eos_token_id=2)
@@ -255,6 +268,7 @@ def test_generation_config_comes_first(tmp_path: Path) -> None:
 def test_ids_that_the_model_has_not_are_no_eos(tmp_path: Path) -> None:
     assert load(tmp_path, eos_token_id=-1).eos_token_ids == ()
     assert load(tmp_path, eos_token_id=[999, 1000]).eos_token_ids == (999,)
+    assert load(tmp_path, {"eos_token_id": ["7", 8]}).eos_token_ids == (7, 8)
 
 
 @pytest.mark.parametrize("eos", ["<|im_end|>", {"content": "<|im_end|>", "special": True}, None, "<|other|>"])
@@ -317,6 +331,9 @@ def test_what_is_not_known_is_refused(tmp_path: Path, config: dict[str, Any], me
         ({"rms_norm_eps": "1e-5"}, "norm_eps is '1e-5'"),
         ({"head_dim": 7}, "7 dimensions of a head .* no even number"),
         ({"text_config": 5}, "AttributeError"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": -1}, "sliding_window is -1"),
+        ({"architectures": ["MistralForCausalLM"], "sliding_window": "7"}, "sliding_window is '7'"),
+        ({"architectures": ["MixtralForCausalLM"], "num_experts_per_tok": 9}, "9 experts a token .* of 8"),
     ],
 )
 def test_what_is_missing_is_said_before_anything_is_loaded(
@@ -367,6 +384,7 @@ def test_folders(tmp_path: Path) -> None:
         resolved(str(tmp_path))
     (tmp_path / "adapter_config.json").unlink()
     (tmp_path / "a.gguf").write_bytes(b"x")
+    (tmp_path / "._a.gguf").write_bytes(b"x")  # macOS leaves such beside a file
     with pytest.raises(WeightsError, match=r"a\.gguf is damaged"):  # the only GGUF file is meant
         resolved(str(tmp_path))
     (tmp_path / "b.gguf").write_bytes(b"x")

@@ -95,6 +95,21 @@ def test_missing_shard_is_named(sharded: Path) -> None:
         SafetensorsSource(sharded)
 
 
+def test_which_files_are_the_weights(sharded: Path) -> None:
+    """A folder that was saved to or copied into more than once has more than the model's own files."""
+    index = sharded / "model.safetensors.index.json"
+    for name in ("adapter_model", "consolidated.00", "._model-00001-of-00002"):
+        save_file({"other": B}, sharded / f"{name}.safetensors")
+    assert SafetensorsSource(sharded).names() == ["a", "b"]
+    index.unlink()
+    assert SafetensorsSource(sharded).names() == ["a", "b"]
+    index.write_text(json.dumps({"weight_map": {"a": "model-00001-of-00003.safetensors"}}))
+    with pytest.raises(WeightsError, match="lacks 1 of 1 weight files"):
+        SafetensorsSource(sharded)
+    save_file({"c": B}, sharded / "model.safetensors")  # as transformers: the one file, whatever the index says
+    assert SafetensorsSource(sharded).names() == ["c"]
+
+
 @pytest.mark.parametrize("damage", ["truncated", "empty", "no safetensors", "header"])
 def test_damaged_file(single: Path, damage: str) -> None:
     path = single / "model.safetensors"
