@@ -29,7 +29,7 @@ from spmd_serve.models.gguf_config import write_configs
 from spmd_serve.models.gguf_file import GgufFile, one_line, split_parts
 from spmd_serve.models.gguf_tokenizer import write_tokenizer
 from spmd_serve.models.progress import byte_progress
-from spmd_serve.user_cache import cache_root as cache_root  # resolve.py takes it from here
+from spmd_serve.user_cache import cache_root
 
 logger = logging.getLogger(__name__)
 

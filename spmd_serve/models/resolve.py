@@ -14,8 +14,9 @@ from filelock import FileLock
 from spmd_serve.config import DEFAULT_MODEL, ModelOptions
 from spmd_serve.distributed.ranks import RankInfo
 from spmd_serve.errors import ModelError
-from spmd_serve.models.gguf import cache_root, convert_gguf
+from spmd_serve.models.gguf import convert_gguf
 from spmd_serve.models.gguf_file import one_line
+from spmd_serve.user_cache import cache_root
 
 logger = logging.getLogger(__name__)
 
