@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The Python environment of all launch scripts: made when missing, renewed when pyproject.toml changed, else used at once.
+# The Python environment of all launch scripts: made when missing, renewed when pyproject.toml or the checkout is
+# another one, else used at once.
 # Sourced by the other scripts (ensure_python); run by itself it only prepares the environment.
 
 unset CDPATH # by it cd goes elsewhere, and prints where
@@ -138,7 +139,7 @@ install_torch() {
     "$VENV/bin/python" -m pip install "${torch_arguments[@]}" || die "pip could not install ${torch_arguments[*]}"
 }
 
-# The stamp $VENV/.made-from: line 1 pyproject.toml's checksum, line 2 the torch choice, line 3 the extras.
+# The stamp $VENV/.made-from: line 1 pyproject.toml's checksum and the checkout, line 2 the torch choice, line 3 the extras.
 stamp_is_current() { # stamp_is_current SUM EXTRA...
     local sum=$1 made torch extras extra
     shift
@@ -202,7 +203,8 @@ raise SystemExit(f'cannot import {missing}' if missing else 0)" ||
         return
     fi
     local sum torch_is_auto=
-    sum=$(cksum <"$ROOT/pyproject.toml")
+    # With the checkout's path: what a copy of .venv, or another checkout's VENV, runs is the code that it was made from.
+    sum="$(cksum <"$ROOT/pyproject.toml") $ROOT"
     if [ "$TORCH" = auto ]; then
         torch_is_auto=yes
         if has_nvidia_gpu; then TORCH=cuda; else TORCH=cpu; fi
