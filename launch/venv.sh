@@ -197,7 +197,7 @@ ensure_python() {
         command -v "$PYTHON" >/dev/null || die "there is no interpreter PYTHON=$PYTHON; correct it, or unset it to let .venv be made"
         export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
         "$PYTHON" -c "from importlib.util import find_spec
-missing = [name for name in ('torch', 'transformers', 'fastapi', 'zmq', 'msgspec') if find_spec(name) is None]
+missing = [name for name in ('torch', 'tokenizers', 'fastapi', 'zmq', 'msgspec') if find_spec(name) is None]
 raise SystemExit(f'cannot import {missing}' if missing else 0)" ||
             die "PYTHON=$PYTHON cannot run spmd_serve; run $PYTHON -m pip install $ROOT, or unset PYTHON to let .venv be made"
         return
