@@ -45,7 +45,15 @@ help_if_asked() { # help_if_asked "$@": the script's own `usage`, if that is all
 # (/dev/dxg is Windows' way to any GPU; nvidia-smi is there for NVIDIA's.)
 has_nvidia_gpu() { compgen -G '/dev/nvidia[0-9]*' >/dev/null || { [ -e /dev/dxg ] && command -v nvidia-smi >/dev/null; }; }
 
-gpu_count() { { compgen -G '/dev/nvidia[0-9]*' || true; } | wc -l; }
+gpu_count() { # those that CUDA would use
+    local count named
+    count=$({ compgen -G '/dev/nvidia[0-9]*' || true; } | wc -l)
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # from -1 on they are hidden
+        named=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^ *-/,$d' | grep -c .) || true
+        if [ "$named" -lt "$count" ]; then count=$named; fi
+    fi
+    echo "$count"
+}
 
 find_base_python() { # prints an interpreter >= 3.11 that is not itself a virtual environment
     local name found

@@ -191,6 +191,15 @@ def test_the_environment_is_made_again_only_when_it_must(
             assert "installs" in bash(code % asks_for, VENV=str(tmp_path), TORCH=torch).stdout
 
 
+@pytest.mark.parametrize(
+    ("visible", "count"), [("", 0), ("1", 1), ("GPU-8c-1,GPU-9d-2", 2), ("0,-1,2", 1), ("0,1,2,3,4", 3)]
+)
+def test_gpus_that_are_hidden_get_no_rank(visible: str, count: int) -> None:
+    there = "compgen() { printf '/dev/nvidia%s\\n' 0 1 2; }; unset CUDA_VISIBLE_DEVICES; gpu_count"
+    done = bash(f"{there}; CUDA_VISIBLE_DEVICES={visible}; gpu_count")
+    assert done.stdout.split() == ["3", str(count)], done.stderr
+
+
 def test_venv_sh_prints_the_interpreter_alone(tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
