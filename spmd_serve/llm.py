@@ -37,6 +37,7 @@ class Generation:
 
     Attributes:
         times: time.perf_counter() at which each token came out of the step loop, in seconds.
+        cached_tokens: how many of the prompt's tokens were in the prefix cache.
         logprobs: of each generated token, if asked for.
         prompt_logprobs: of each prompt token from the second on, if asked for.
         error: why it ended in the midst, if finish_reason is "error"; what had come out until then is here.
@@ -130,7 +131,7 @@ class LLM:
         *,
         on_tokens: Callable[[int], None] | None = None,
     ) -> list[Generation]:
-        """Generate for all prompts at once; returns when the last has ended. Collective.
+        """Generate for all prompts at once; returns when the last has ended. Collective; the results of ranks but 0 are empty.
 
         One that fails in the midst (a grammar that comes to a dead end, numbers that overflow) takes no other with it: its
         Generation has the `error`.

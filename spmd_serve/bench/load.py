@@ -21,6 +21,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 
 from spmd_serve.assembly import make_plan
+from spmd_serve.bench.workloads import ENGINE_OPTIONS
 from spmd_serve.config import parse_args
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
@@ -39,7 +40,9 @@ class Measurement:
 
 def main(argv: list[str]) -> int:
     """Print a table; options that are not listed are the engine's (--model, --dtype, ...)."""
-    parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench load", description=__doc__, allow_abbrev=False)
+    parser = argparse.ArgumentParser(
+        prog="python -m spmd_serve.bench load", description=__doc__, epilog=ENGINE_OPTIONS, allow_abbrev=False
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON line per load")
     args, engine_options = parser.parse_known_args(argv)
     ranks = rank_info(os.environ)

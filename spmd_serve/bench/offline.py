@@ -17,7 +17,15 @@ from statistics import median
 from typing import Any
 
 from spmd_serve.bench.stats import percentiles_ms
-from spmd_serve.bench.workloads import Workload, decode, make_workload, offline_256, parse_count, parse_range
+from spmd_serve.bench.workloads import (
+    ENGINE_OPTIONS,
+    Workload,
+    decode,
+    make_workload,
+    offline_256,
+    parse_count,
+    parse_range,
+)
 from spmd_serve.distributed.ranks import rank_info
 from spmd_serve.errors import RequestError
 from spmd_serve.llm import LLM, Generation
@@ -30,16 +38,15 @@ def make_parser() -> argparse.ArgumentParser:
         prog="python -m spmd_serve.bench offline",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="Options that are not listed go to the engine (python -m spmd_serve --help).",
+        epilog=ENGINE_OPTIONS,
         allow_abbrev=False,
     )
     parser.add_argument("--batch-size", type=parse_count, help="decode: so many requests of equal length at once")
-    parser.add_argument(
-        "--requests", type=parse_count, help="requests of lengths from the ranges below (default: offline-256)"
-    )
-    parser.add_argument("--prompt-tokens", type=parse_range, help="N, or LOW,HIGH for random lengths")
-    parser.add_argument("--output-tokens", type=parse_range, help="N, or LOW,HIGH for random lengths")
-    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--requests", type=parse_count, help="requests of lengths from the ranges below (default: 256)")
+    lengths = "N, or LOW,HIGH for random lengths (default: 100,1024; %s with --batch-size)"
+    parser.add_argument("--prompt-tokens", type=parse_range, help=lengths % 128)
+    parser.add_argument("--output-tokens", type=parse_range, help=lengths % 512)
+    parser.add_argument("--temperature", type=float, default=0.6, help="(default: 0.6)")
     parser.add_argument("--top-k", type=int, default=0, help="0 is off (default)")
     parser.add_argument("--top-p", type=float, default=1.0, help="1 is off (default)")
     parser.add_argument("--seed", type=int, default=0, help="of lengths and prompts (default: 0)")

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from spmd_serve.assembly import make_plan
-from spmd_serve.bench.workloads import Workload, decode, make_workload, offline_256, parse_count
+from spmd_serve.bench.workloads import ENGINE_OPTIONS, Workload, decode, make_workload, offline_256, parse_count
 from spmd_serve.config import parse_args
 from spmd_serve.distributed.ranks import rank_info
 from spmd_serve.models.model_config import ModelConfig
@@ -184,7 +184,7 @@ def workloads_for(kind: str) -> list[Workload]:
 def main(argv: list[str]) -> int:
     """Print a table of floors; options that are not listed are the engine's (--model, --dtype, ...)."""
     parser = argparse.ArgumentParser(
-        prog="python -m spmd_serve.bench roofline", description=__doc__, allow_abbrev=False
+        prog="python -m spmd_serve.bench roofline", description=__doc__, epilog=ENGINE_OPTIONS, allow_abbrev=False
     )
     parser.add_argument("--ranks", type=parse_count, default=1, help="GPUs that share the model (default: 1)")
     parser.add_argument("--bandwidth", type=float, help="GB/s of one device (default: measured)")

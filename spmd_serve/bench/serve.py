@@ -47,7 +47,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The options of this benchmark."""
     parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench serve", description=__doc__.splitlines()[0])
     parser.add_argument("--url", help="server to load (default: start one)")
-    parser.add_argument("--api-key", default=os.environ.get("SPMD_SERVE_API_KEY", ""))
+    parser.add_argument("--api-key", default=os.environ.get("SPMD_SERVE_API_KEY", ""), help="[env SPMD_SERVE_API_KEY]")
     parser.add_argument("--model", help="model of the server to start (default: the bundled one)")
     parser.add_argument("--ranks", type=parse_count, default=1, help="ranks of the server to start (default: 1)")
     parser.add_argument("--server-args", default="", help="more options for the server to start, in one string")
@@ -65,7 +65,7 @@ def make_parser() -> argparse.ArgumentParser:
         default=MAX_TOKEN_ID,
         help="prompts are random ids below it (default: %(default)s)",
     )
-    parser.add_argument("--temperature", type=float, default=0.6)
+    parser.add_argument("--temperature", type=float, default=0.6, help="(default: 0.6)")
     parser.add_argument("--seed", type=int, default=0, help="of the prompts and lengths")
     parser.add_argument("--clients", type=parse_count, default=2, help="client processes (default: 2)")
     parser.add_argument(

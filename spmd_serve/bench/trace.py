@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from spmd_serve.bench.workloads import parse_count
+from spmd_serve.bench.workloads import ENGINE_OPTIONS, parse_count
 from spmd_serve.llm import LLM
 from spmd_serve.types import SamplingParams
 
@@ -21,7 +21,9 @@ _WARM_TOKENS = 8
 
 def main(argv: list[str]) -> int:
     """Trace and print the table; options that are not listed are the engine's (--model, --dtype, ...)."""
-    parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench trace", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m spmd_serve.bench trace", description=__doc__, epilog=ENGINE_OPTIONS
+    )
     parser.add_argument("--batch-size", type=parse_count, default=8, help="sequences that decode together (default: 8)")
     parser.add_argument("--prompt-len", type=parse_count, default=128, help="tokens of each prompt (default: 128)")
     parser.add_argument("--steps", type=parse_count, default=64, help="decode steps in the trace (default: 64)")

@@ -6,6 +6,7 @@ import argparse
 import random
 from dataclasses import dataclass
 
+ENGINE_OPTIONS = "Options that are not listed go to the engine (python -m spmd_serve --help)."  # of a benchmark's help
 MAX_TOKEN_ID = 10_000  # prompts are random ids below it, which every vocabulary has
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -121,7 +122,8 @@ def _pick_attention(requested: str, model: ModelConfig, *, gpu: bool) -> str:
     """flashinfer or torch.
 
     Raises:
-        ConfigError: FlashInfer was asked for, and there is no GPU, or no prefill kernel for the model's heads.
+        ConfigError: FlashInfer was asked for, and there is no GPU, or no prefill kernel for the model's heads; or it is wanted
+            and not installed.
     """
     if requested == "flashinfer" and not gpu:
         raise ConfigError(
@@ -132,13 +134,18 @@ def _pick_attention(requested: str, model: ModelConfig, *, gpu: bool) -> str:
         raise ConfigError(
             f"FlashInfer has no prefill kernel for heads of {model.head_dim} (it has {_FLASHINFER_HEAD_DIMS}); give --attention torch"
         )
-    if requested != "auto":
-        return requested
-    if gpu and not fits:
+    if gpu and requested == "auto" and not fits:
         logger.warning(
             "attention in plain torch, without CUDA graphs: FlashInfer has no kernel for heads of %d", model.head_dim
         )
-    return "flashinfer" if gpu and fits else "torch"
+    if requested == "torch" or not gpu or not fits:
+        return "torch"
+    if importlib.util.find_spec("flashinfer") is None:  # else its import fails once the weights are read
+        raise ConfigError(
+            "FlashInfer is not installed; run `pip install flashinfer-python`, or give --attention torch, which is slower and "
+            "has no CUDA graphs"
+        )
+    return "flashinfer"
 
 
 def _can_capture(model: ModelConfig, dtype: str, device: torch.device) -> bool:

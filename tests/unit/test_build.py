@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 
 import pytest
 import torch
@@ -39,6 +40,12 @@ def is_hopper(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     return bool(request.param[0] == 9)
 
 
+@pytest.fixture
+def flashinfer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+
+
+@pytest.mark.usefixtures("flashinfer")
 def test_attention_and_graphs_on_a_gpu(is_hopper: bool) -> None:
     assert resolved(MODEL) == ("flashinfer", True)
     assert resolved(MODEL, attention="torch") == ("torch", False), "its steps look at lengths on the host"
@@ -50,6 +57,14 @@ def test_heads_that_flashinfer_does_not_know() -> None:
     assert resolved(ODD_HEADS) == ("torch", False)
     with pytest.raises(ConfigError, match=r"heads of 96.*--attention torch"):
         resolved(ODD_HEADS, attention="flashinfer")
+
+
+def test_flashinfer_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for attention in ("auto", "flashinfer"):
+        with pytest.raises(ConfigError, match=r"not installed; run `pip install flashinfer-python`, or .*torch"):
+            resolved(MODEL, attention=attention)
+    assert resolved(MODEL, attention="torch") == resolved(ODD_HEADS) == ("torch", False)
 
 
 def test_a_cpu_has_torch_attention_and_no_graphs() -> None:

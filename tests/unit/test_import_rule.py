@@ -1,6 +1,9 @@
 """The house's one-way imports: who may import whom inside the package."""
 
 import ast
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -56,3 +59,13 @@ def test_imports_point_one_way(path: Path) -> None:
             assert here not in TORCH_FREE, f"{path} imports torch"
         if parts[0] == "spmd_serve" and len(parts) > 1 and here not in FREE and parts[1] != here:
             assert parts[1] in ALLOWED[here], f"{path} may not import {name}"
+
+
+def test_dependencies_are_what_is_imported() -> None:
+    project = tomllib.loads((ROOT.parent / "pyproject.toml").read_text())["project"]
+    names = {re.split(r"[<>=;]", line)[0].replace("-", "_") for line in project["dependencies"]}
+    declared = {"zmq" if name == "pyzmq" else name for name in names} - {"uvloop"}  # uvicorn takes it where it is
+    found = {name.split(".")[0] for path in ROOT.rglob("*.py") for name in imported_modules(path)}
+    # Of the extra "cuda", of torch's builds for CUDA, of fastapi, and of pydantic.
+    others = {"flashinfer", "triton", "starlette", "pydantic_core"}
+    assert found - set(sys.stdlib_module_names) - {"spmd_serve"} - others == declared

@@ -177,7 +177,7 @@ def test_the_environment_is_made_again_only_when_it_must(
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
     with (ROOT / "pyproject.toml").open() as file:
         checksum = subprocess.run(["cksum"], stdin=file, capture_output=True, text=True).stdout.strip()
-    (tmp_path / ".made-from").write_text(f"{checksum}\n{made_with}\n{extras}\n")
+    (tmp_path / ".made-from").write_text(f"{checksum} {ROOT}\n{made_with}\n{extras}\n")
     code = "has_nvidia_gpu() { false; }; install_everything() { echo installs; }; ensure_python %s; echo $PYTHON"
     began = time.monotonic()
     done = bash(code % asks_for, VENV=str(tmp_path), TORCH=torch)
@@ -186,8 +186,30 @@ def test_the_environment_is_made_again_only_when_it_must(
     assert done.stdout.split() == [*expected, str(tmp_path / "bin" / "python")], done.stderr
     assert took < 1, "a second start is immediate"
     if is_current:  # ... until what it was made from changes
-        (tmp_path / ".made-from").write_text(f"1 2\n{made_with}\n{extras}\n")
-        assert "installs" in bash(code % asks_for, VENV=str(tmp_path), TORCH=torch).stdout
+        for other in (f"1 2 {ROOT}", f"{checksum} /another/checkout"):
+            (tmp_path / ".made-from").write_text(f"{other}\n{made_with}\n{extras}\n")
+            assert "installs" in bash(code % asks_for, VENV=str(tmp_path), TORCH=torch).stdout
+
+
+@pytest.mark.parametrize(
+    ("visible", "count"), [("", 0), ("1", 1), ("GPU-8c-1,GPU-9d-2", 2), ("0,-1,2", 1), ("0,1,2,3,4", 3)]
+)
+def test_gpus_that_are_hidden_get_no_rank(visible: str, count: int) -> None:
+    there = "compgen() { printf '/dev/nvidia%s\\n' 0 1 2; }; unset CUDA_VISIBLE_DEVICES; gpu_count"
+    done = bash(f"{there}; CUDA_VISIBLE_DEVICES={visible}; gpu_count")
+    assert done.stdout.split() == ["3", str(count)], done.stderr
+
+
+def test_venv_sh_prints_the_interpreter_alone(tmp_path: Path) -> None:
+    python = tmp_path / "bin" / "python"
+    python.parent.mkdir()
+    python.write_text("#!/bin/sh\necho what pip says\n")
+    python.chmod(0o755)
+    environ = os.environ | {"VENV": str(tmp_path), "TORCH": "cpu"}
+    environ.pop("PYTHON", None)
+    done = subprocess.run([LAUNCH / "venv.sh"], env=environ, capture_output=True, text=True)
+    assert done.stdout == f"{python}\n", done.stderr
+    assert done.stderr.count("what pip says") >= 2
 
 
 def test_cdpath_does_not_lead_to_another_checkout(tmp_path: Path) -> None:
