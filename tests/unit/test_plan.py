@@ -519,7 +519,7 @@ def test_a_value_that_json_has_not_is_refused_under_its_name(planner: Planner, v
 def test_too_long_a_prompt_states_both_lengths(planner: Planner) -> None:
     error = refused(completion, planner, "prompt", {"prompt": [5] * 9000})
     assert "9000 tokens" in error.message and "8192 tokens" in error.message
-    assert error.code == "context_length"
+    assert "maximum context length" in error.message and error.code == "context_length_exceeded", "what clients look for"
     small = make_planner(max_request_tokens=64)
     error = refused(completion, small, "prompt", {"prompt": [5] * 100})
     assert "100 tokens" in error.message and "64 tokens" in error.message and "--num-pages" in error.message
