@@ -26,6 +26,7 @@ EXTENSION: dict[str, Any] = {"x-extension": True}
 # Values of refused fields with which a client asks for nothing but what this server does.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
+    "cache_control": ({"type": "ephemeral"},),  # prefixes are kept anyway
     "documents": ([],),
     "function_call": ("none", "auto"),  # there are no functions to choose from
     "functions": ([],),
@@ -33,11 +34,13 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (False, True),  # there are no calls
+    "provider_specific_fields": ({},),
     "service_tier": ("auto", "default"),
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "type": ("text",),  # of a message
 }
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -141,6 +144,8 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     refused_fields: ClassVar[dict[str, str]] = {}
+    # What client libraries add to an answer and send back with it; it says again what other fields say.
+    repeating_fields: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
@@ -148,7 +153,7 @@ class Body(BaseModel):
         """Nulls, of unknown fields too, and harmless values of refused ones. And unknown fields but for the first."""
         if not isinstance(value, dict):
             return value
-        given = {k: v for k, v in value.items() if v is not None}
+        given = {k: v for k, v in value.items() if v is not None and k not in cls.repeating_fields}
         known = _known_names(cls)
         unknown = [name for name in given if name not in known]
         for name in unknown[1:]:
@@ -167,6 +172,8 @@ def _known_names(body: type[Body]) -> frozenset[str]:
 
 def _is_harmless(name: str, value: Any) -> bool:
     """Types are compared too, because in Python 0 == False."""
+    if isinstance(value, dict):
+        value = {k: v for k, v in value.items() if v is not None}
     return any(type(value) is type(harmless) and value == harmless for harmless in HARMLESS.get(name, ()))
 
 
@@ -266,12 +273,16 @@ _TEXT_ONLY = "this server reads and writes text only"
 class ToolCallFunction(Body):
     """A call that the assistant made: `arguments` is JSON in a string; an empty one is no arguments."""
 
+    repeating_fields = frozenset({"parsed_arguments"})  # OpenAI's clients
+
     name: str
     arguments: str
 
 
 class ToolCall(Body):
     """One tool call in the history."""
+
+    repeating_fields = frozenset({"index"})  # its place in the list; streams have it
 
     id: str
     type: Literal["function"] = "function"
@@ -290,7 +301,8 @@ def _check_content(value: Any) -> Any:
         if kind != "text":
             raise wrong(f"part {index} has the type '{str(kind)[:40]}'; {_TEXT_ONLY}")
         text = part.get("text")
-        unknown = sorted(k for k, v in part.items() if v is not None and k not in ("type", "text"))
+        others = {k: v for k, v in part.items() if v is not None and k not in ("type", "text")}
+        unknown = sorted(k for k, v in others.items() if k != "cache_control" or not _is_harmless(k, v))
         if not isinstance(text, str) or unknown:
             raise wrong(f"part {index} must have a text" + (f" and no '{unknown[0][:40]}'" if unknown else ""))
         texts.append(text)
@@ -316,9 +328,13 @@ class Message(Body):
     refused_fields = {
         "annotations": _TEXT_ONLY,
         "audio": _TEXT_ONLY,
+        "cache_control": "prefixes are kept while there is room",
         "function_call": "use tool_calls",
+        "provider_specific_fields": "this server has none",
         "refusal": "refusals are not modelled",
+        "type": _TEXT_ONLY,
     }
+    repeating_fields = frozenset({"parsed"})  # the content, as OpenAI's clients have read it
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None

@@ -159,6 +159,35 @@ def test_an_answer_of_the_client_is_a_message(planner: Planner) -> None:
     refused(chat, planner, "messages[0].annotations", {"messages": [answer | {"annotations": [{"type": "x"}]}]})
 
 
+def test_what_client_libraries_add_to_messages(planner: Planner) -> None:
+    """Another reading of the content, their own bookkeeping, and marks for what is done anyway."""
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    call = {"id": "1", "type": "function", "function": function}
+    plain: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": '{"a": 1}'},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+    ]
+    mark = {"cache_control": {"type": "ephemeral"}}
+    added = [
+        {"role": "user", "content": [{"type": "text", "text": "hello"} | mark]},  # OpenRouter's and Anthropic's
+        plain[1]
+        | {"parsed": {"a": 1}, "provider_specific_fields": {"refusal": None}},  # the openai client's, litellm's
+        {
+            "role": "assistant",
+            "tool_calls": [call | {"index": 0, "function": function | {"parsed_arguments": {"a": 1}}}],
+        },
+        plain[3] | mark | {"type": "text"},  # lm-eval's
+    ]
+    assert chat(planner, messages=added).prompts == chat(planner, messages=plain).prompts
+    for name, value in {"cache_control": {"type": "x"}, "provider_specific_fields": {"a": 1}, "type": "image"}.items():
+        refused(chat, planner, f"messages[0].{name}", {"messages": [plain[1] | {name: value}]})
+    part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    error = refused(chat, planner, "messages[0].content", {"messages": [{"role": "user", "content": [part]}]})
+    assert "cache_control" in error.message
+
+
 def test_prompt_logprobs_are_bounded(planner: Planner) -> None:
     prompt = [5] * 5000
     completion(planner, prompt=prompt, prompt_logprobs=20, n=9)
@@ -519,7 +548,9 @@ def test_a_value_that_json_has_not_is_refused_under_its_name(planner: Planner, v
 def test_too_long_a_prompt_states_both_lengths(planner: Planner) -> None:
     error = refused(completion, planner, "prompt", {"prompt": [5] * 9000})
     assert "9000 tokens" in error.message and "8192 tokens" in error.message
-    assert "maximum context length" in error.message and error.code == "context_length_exceeded", "what clients look for"
+    assert "maximum context length" in error.message and error.code == "context_length_exceeded", (
+        "what clients look for"
+    )
     small = make_planner(max_request_tokens=64)
     error = refused(completion, small, "prompt", {"prompt": [5] * 100})
     assert "100 tokens" in error.message and "64 tokens" in error.message and "--num-pages" in error.message
