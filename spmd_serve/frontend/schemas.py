@@ -23,24 +23,30 @@ MAX_BIASES = 1024
 MAX_TOKEN_ID = 2**31 - 1
 EXTENSION: dict[str, Any] = {"x-extension": True}
 
-# Values of refused fields with which a client asks for nothing but what this server does.
+# Values with which a client asks for nothing but what this server does, of fields that a body does not have: refused ones
+# and, as some clients of vLLM send all defaults, vLLM's.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
+    "best_of": (1,),
     "cache_control": ({"type": "ephemeral"},),  # prefixes are kept anyway
     "documents": ([],),
+    "early_stopping": (False,),  # of a beam search, as is length_penalty
     "function_call": ("none", "auto"),  # there are no functions to choose from
     "functions": ([],),
     "include_obfuscation": (False,),
+    "length_penalty": (1, 1.0),
     "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (False, True),  # there are no calls
     "provider_specific_fields": ({},),
     "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),  # where the tokenizer has them
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
     "type": ("text",),  # of a message
+    "use_beam_search": (False,),
 }
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -150,31 +156,37 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_for_nothing(cls, value: Any) -> Any:
-        """Nulls, of unknown fields too, and harmless values of refused ones. And unknown fields but for the first."""
+        """Nulls and harmless values of what is no field, and what repeats others. And unknown fields but for the first."""
         if not isinstance(value, dict):
             return value
         given = {k: v for k, v in value.items() if v is not None and k not in cls.repeating_fields}
-        known = _known_names(cls)
-        unknown = [name for name in given if name not in known]
-        for name in unknown[1:]:
-            del given[name]
+        fields = _names(cls)
+        others = [name for name in given if name not in fields]
+        asking = dict.fromkeys(name for name in others if not _is_harmless(name, given[name]))
         for name, reason in cls.refused_fields.items():
-            if name in given and not _is_harmless(name, given.pop(name)):
+            if name in asking:
                 raise PydanticCustomError("refused", "{text}", {"text": f"is not supported: {reason}", "name": name})
+        first = next(iter(asking), None)
+        for name in others:
+            if name != first:
+                del given[name]
         return given
 
 
 @cache
-def _known_names(body: type[Body]) -> frozenset[str]:
-    """Fields as they are written in JSON, and those that are refused by name."""
-    return frozenset(field.alias or name for name, field in body.model_fields.items()) | body.refused_fields.keys()
+def _names(body: type[Body]) -> frozenset[str]:
+    """Fields as they are written in JSON."""
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
 def _is_harmless(name: str, value: Any) -> bool:
     """Types are compared too, because in Python 0 == False."""
+    values = HARMLESS.get(name)
+    if values is None:
+        return False
     if isinstance(value, dict):
         value = {k: v for k, v in value.items() if v is not None}
-    return any(type(value) is type(harmless) and value == harmless for harmless in HARMLESS.get(name, ()))
+    return any(type(value) is type(harmless) and value == harmless for harmless in values)
 
 
 class StreamOptions(Body):
