@@ -161,16 +161,12 @@ class Body(BaseModel):
             return value
         given = {k: v for k, v in value.items() if v is not None and k not in cls.repeating_fields}
         fields = _names(cls)
-        others = [name for name in given if name not in fields]
-        asking = dict.fromkeys(name for name in others if not _is_harmless(name, given[name]))
+        asking = dict.fromkeys(k for k, v in given.items() if k not in fields and not _is_harmless(k, v))
         for name, reason in cls.refused_fields.items():
             if name in asking:
                 raise PydanticCustomError("refused", "{text}", {"text": f"is not supported: {reason}", "name": name})
         first = next(iter(asking), None)
-        for name in others:
-            if name != first:
-                del given[name]
-        return given
+        return {k: v for k, v in given.items() if k in fields or k == first}
 
 
 @cache
