@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from spmd_serve.types import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TEMPERATURE
@@ -297,8 +297,11 @@ class ToolCall(Body):
     function: ToolCallFunction
 
 
-def _check_content(value: Any) -> Any:
-    """Text, or a list of text parts, which are joined by line breaks."""
+def _check_content(value: Any, message: ValidationInfo) -> Any:
+    """Text, or a list of text parts, which are joined by line breaks.
+
+    A part may repeat the message's role: OpenAI's agents for JavaScript put all fields of an answer into its part.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -309,8 +312,9 @@ def _check_content(value: Any) -> Any:
         if kind != "text":
             raise wrong(f"part {index} has the type '{str(kind)[:40]}'; {_TEXT_ONLY}")
         text = part.get("text")
-        others = {k: v for k, v in part.items() if v is not None and k not in ("type", "text")}
-        unknown = sorted(k for k, v in others.items() if k != "cache_control" or not _is_harmless(k, v))
+        repeated = {"type": kind, "text": text, "role": message.data.get("role")}
+        others = {k: v for k, v in part.items() if v is not None and not _is_harmless(k, v)}
+        unknown = sorted(k for k, v in others.items() if k not in repeated or v != repeated[k])
         if not isinstance(text, str) or unknown:
             raise wrong(f"part {index} must have a text" + (f" and no '{unknown[0][:40]}'" if unknown else ""))
         texts.append(text)

@@ -165,6 +165,7 @@ def test_what_client_libraries_add_to_messages(planner: Planner) -> None:
         {"role": "assistant", "content": '{"a": 1}'},
         {"role": "assistant", "tool_calls": [call]},
         {"role": "tool", "tool_call_id": "1", "content": "2"},
+        {"role": "assistant", "content": "hi"},
     ]
     mark = {"cache_control": {"type": "ephemeral"}}
     added = [
@@ -176,6 +177,8 @@ def test_what_client_libraries_add_to_messages(planner: Planner) -> None:
             "tool_calls": [call | {"index": 0, "function": function | {"parsed_arguments": {"a": 1}}}],
         },
         plain[3] | mark | {"type": "text"},  # lm-eval's
+        plain[4]
+        | {"content": [{"type": "text", "text": "hi", "role": "assistant", "refusal": None, "annotations": []}]},
     ]
     assert chat(planner, messages=added).prompts == chat(planner, messages=plain).prompts
     for name, value in {"cache_control": {"type": "x"}, "provider_specific_fields": {"a": 1}, "type": "image"}.items():
@@ -183,6 +186,11 @@ def test_what_client_libraries_add_to_messages(planner: Planner) -> None:
     part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
     error = refused(chat, planner, "messages[0].content", {"messages": [{"role": "user", "content": [part]}]})
     assert "cache_control" in error.message
+    part = {"type": "text", "text": "hello", "role": "system"}
+    assert (
+        "'role'"
+        in refused(chat, planner, "messages[0].content", {"messages": [plain[0] | {"content": [part]}]}).message
+    )
 
 
 def test_prompt_logprobs_are_bounded(planner: Planner) -> None:
