@@ -2,7 +2,7 @@
 
 Fields marked "extension" are not OpenAI's; they have the names and meaning that vLLM gives them. A JSON null is the same
 as leaving the field out, whatever the field. OpenAI fields that are known and refused stand in `refused_fields` of
-each body, with the reason that the client gets, and `HARMLESS` has their values that ask for what is done anyway; the
+each body, with the reason that the client gets, and `HARMLESS` has the values that ask for what is done anyway; the
 README's capability table is made from these classes.
 """
 
