@@ -61,7 +61,7 @@ def make_services(config: Config, info: ModelInfo, link: FrontLink, metrics: Met
 
 def make_app(config: Config, services: Services) -> ASGIApp:
     """The application of one frontend."""
-    api = FastAPI(title="spmd_serve", version=VERSION)
+    api = FastAPI(title="spmd_serve", version=VERSION, redirect_slashes=False)  # see _SlashAtTheEnd
     api.include_router(make_router(services))
     api.openapi = lambda: _openapi(api)  # type: ignore[method-assign]
 
@@ -90,7 +90,23 @@ def make_app(config: Config, services: Services) -> ASGIApp:
         app = CORSMiddleware(
             app, allow_origins=list(config.server.cors_origin), allow_methods=["*"], allow_headers=["*"]
         )
-    return _ResponseCounter(app, services.metrics)
+    return _ResponseCounter(_SlashAtTheEnd(app), services.metrics)
+
+
+class _SlashAtTheEnd:
+    """A slash at the end of a path means nothing.
+
+    Starlette's redirect would be followed by few clients that post (curl prints nothing then), and behind a TLS proxy it
+    would name the wrong scheme.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["path"].endswith("/"):
+            scope = dict(scope, path=scope["path"].rstrip("/") or "/")
+        await self._app(scope, receive, send)
 
 
 class _HeadAsGet:

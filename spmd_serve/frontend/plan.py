@@ -253,16 +253,18 @@ class Planner:
             raise self._too_long(f"at least {least}", field, answer)
 
     def _too_long(self, length: str, field: str, answer: int) -> RequestError:
-        """`answer`: the tokens that must be left for the answer, 0 or 1."""
-        if self._info.max_model_len <= self._info.max_request_tokens:
-            limit = f"the model's context is {self._info.max_model_len} tokens"
-        else:
-            limit = f"this server's KV pool holds {self._info.max_request_tokens} tokens (see --kv-memory, --num-pages)"
+        """`answer`: the tokens that must be left for the answer, 0 or 1.
+
+        Clients know by OpenAI's words, or by its code, that they have to shorten the prompt.
+        """
+        limit = f"this model's maximum context length is {min(self._info.max_model_len, self._info.max_request_tokens)} tokens"
+        if self._info.max_request_tokens < self._info.max_model_len:
+            limit += " here, which is what this server's KV pool holds (see --kv-memory, --num-pages)"
         share = ", of which at least one is for the answer" if answer else ""
         return RequestError(
             f"the prompt has {length} tokens, but {limit}{share}; shorten the prompt",
             param=field,
-            code="context_length",
+            code="context_length_exceeded",
         )
 
     def _check_ids(self, field: str, ids: Sequence[int]) -> None:

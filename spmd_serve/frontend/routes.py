@@ -105,7 +105,6 @@ def make_router(services: Services) -> APIRouter:
     }
 
     @router.get("/v1/models")
-    @router.get("/v1/models/", include_in_schema=False)  # or it would be the model without a name
     async def models() -> Response:
         """The one model that is served."""
         return JsonResponse({"object": "list", "data": [model_card]})
@@ -113,7 +112,7 @@ def make_router(services: Services) -> APIRouter:
     @router.get("/v1/models/{model_id:path}")
     async def model(model_id: str) -> Response:
         """One model by its name."""
-        planner.check_model(model_id.removesuffix("/"))
+        planner.check_model(model_id)
         return JsonResponse(model_card)
 
     @router.get("/health")

@@ -2,7 +2,7 @@
 
 Fields marked "extension" are not OpenAI's; they have the names and meaning that vLLM gives them. A JSON null is the same
 as leaving the field out, whatever the field. OpenAI fields that are known and refused stand in `refused_fields` of
-each body, with the reason that the client gets, and `HARMLESS` has their values that ask for what is done anyway; the
+each body, with the reason that the client gets, and `HARMLESS` has the values that ask for what is done anyway; the
 README's capability table is made from these classes.
 """
 
@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, WithJsonSchema, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationInfo, WithJsonSchema, model_validator
 from pydantic_core import PydanticCustomError
 
 from spmd_serve.types import MAX_BIAS, MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TEMPERATURE
@@ -23,21 +23,30 @@ MAX_BIASES = 1024
 MAX_TOKEN_ID = 2**31 - 1
 EXTENSION: dict[str, Any] = {"x-extension": True}
 
-# Values of refused fields with which a client asks for nothing but what this server does.
+# Values with which a client asks for nothing but what this server does, of fields that a body does not have: refused ones
+# and, as some clients of vLLM send all defaults, vLLM's.
 HARMLESS: dict[str, tuple[Any, ...]] = {
     "annotations": ([],),
+    "best_of": (1,),
+    "cache_control": ({"type": "ephemeral"},),  # prefixes are kept anyway
     "documents": ([],),
+    "early_stopping": (False,),  # of a beam search, as is length_penalty
     "function_call": ("none", "auto"),  # there are no functions to choose from
     "functions": ([],),
     "include_obfuscation": (False,),
+    "length_penalty": (1, 1.0),
     "metadata": ({},),
     "modalities": (["text"],),
     "parallel_tool_calls": (False, True),  # there are no calls
+    "provider_specific_fields": ({},),
     "service_tier": ("auto", "default"),
+    "spaces_between_special_tokens": (True,),  # where the tokenizer has them
     "store": (False,),
     "suffix": ("",),
     "tool_choice": ("none", "auto"),
     "tools": ([],),
+    "type": ("text",),  # of a message
+    "use_beam_search": (False,),
 }
 
 TokenId = Annotated[int, Field(ge=0, le=MAX_TOKEN_ID)]
@@ -141,33 +150,39 @@ class Body(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False, hide_input_in_errors=True)
 
     refused_fields: ClassVar[dict[str, str]] = {}
+    # What client libraries add to an answer and send back with it; it says again what other fields say.
+    repeating_fields: ClassVar[frozenset[str]] = frozenset()
 
     @model_validator(mode="before")
     @classmethod
     def _drop_what_asks_for_nothing(cls, value: Any) -> Any:
-        """Nulls, of unknown fields too, and harmless values of refused ones. And unknown fields but for the first."""
+        """Nulls and harmless values of what is no field, and what repeats others. And unknown fields but for the first."""
         if not isinstance(value, dict):
             return value
-        given = {k: v for k, v in value.items() if v is not None}
-        known = _known_names(cls)
-        unknown = [name for name in given if name not in known]
-        for name in unknown[1:]:
-            del given[name]
+        given = {k: v for k, v in value.items() if v is not None and k not in cls.repeating_fields}
+        fields = _names(cls)
+        asking = dict.fromkeys(k for k, v in given.items() if k not in fields and not _is_harmless(k, v))
         for name, reason in cls.refused_fields.items():
-            if name in given and not _is_harmless(name, given.pop(name)):
+            if name in asking:
                 raise PydanticCustomError("refused", "{text}", {"text": f"is not supported: {reason}", "name": name})
-        return given
+        first = next(iter(asking), None)
+        return {k: v for k, v in given.items() if k in fields or k == first}
 
 
 @cache
-def _known_names(body: type[Body]) -> frozenset[str]:
-    """Fields as they are written in JSON, and those that are refused by name."""
-    return frozenset(field.alias or name for name, field in body.model_fields.items()) | body.refused_fields.keys()
+def _names(body: type[Body]) -> frozenset[str]:
+    """Fields as they are written in JSON."""
+    return frozenset(field.alias or name for name, field in body.model_fields.items())
 
 
 def _is_harmless(name: str, value: Any) -> bool:
     """Types are compared too, because in Python 0 == False."""
-    return any(type(value) is type(harmless) and value == harmless for harmless in HARMLESS.get(name, ()))
+    values = HARMLESS.get(name)
+    if values is None:
+        return False
+    if isinstance(value, dict):
+        value = {k: v for k, v in value.items() if v is not None}
+    return any(type(value) is type(harmless) and value == harmless for harmless in values)
 
 
 class StreamOptions(Body):
@@ -266,6 +281,8 @@ _TEXT_ONLY = "this server reads and writes text only"
 class ToolCallFunction(Body):
     """A call that the assistant made: `arguments` is JSON in a string; an empty one is no arguments."""
 
+    repeating_fields = frozenset({"parsed_arguments"})  # OpenAI's clients
+
     name: str
     arguments: str
 
@@ -273,13 +290,18 @@ class ToolCallFunction(Body):
 class ToolCall(Body):
     """One tool call in the history."""
 
+    repeating_fields = frozenset({"index"})  # its place in the list; streams have it
+
     id: str
     type: Literal["function"] = "function"
     function: ToolCallFunction
 
 
-def _check_content(value: Any) -> Any:
-    """Text, or a list of text parts, which are joined by line breaks."""
+def _check_content(value: Any, message: ValidationInfo) -> Any:
+    """Text, or a list of text parts, which are joined by line breaks.
+
+    A part may repeat the message's role: OpenAI's agents for JavaScript put all fields of an answer into its part.
+    """
     if isinstance(value, str):
         return value
     if not isinstance(value, list):
@@ -290,7 +312,9 @@ def _check_content(value: Any) -> Any:
         if kind != "text":
             raise wrong(f"part {index} has the type '{str(kind)[:40]}'; {_TEXT_ONLY}")
         text = part.get("text")
-        unknown = sorted(k for k, v in part.items() if v is not None and k not in ("type", "text"))
+        repeated = {"type": kind, "text": text, "role": message.data.get("role")}
+        others = {k: v for k, v in part.items() if v is not None and not _is_harmless(k, v)}
+        unknown = sorted(k for k, v in others.items() if k not in repeated or v != repeated[k])
         if not isinstance(text, str) or unknown:
             raise wrong(f"part {index} must have a text" + (f" and no '{unknown[0][:40]}'" if unknown else ""))
         texts.append(text)
@@ -316,9 +340,13 @@ class Message(Body):
     refused_fields = {
         "annotations": _TEXT_ONLY,
         "audio": _TEXT_ONLY,
+        "cache_control": "prefixes are kept while there is room",
         "function_call": "use tool_calls",
+        "provider_specific_fields": "this server has none",
         "refusal": "refusals are not modelled",
+        "type": _TEXT_ONLY,
     }
+    repeating_fields = frozenset({"parsed"})  # the content, as OpenAI's clients have read it
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Content = None

@@ -21,8 +21,6 @@ from spmd_serve.frontend.schemas import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    Message,
-    StreamOptions,
 )
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.types import SamplingParams
@@ -138,15 +136,14 @@ def test_what_asks_for_nothing_is_accepted(planner: Planner, fields: dict[str, A
         assert make(planner, **fields, seed=1).params == make(planner, seed=1).params
 
 
-def test_harmless_values_of_refused_fields_are_accepted(planner: Planner) -> None:
+def test_harmless_values_are_accepted_wherever_they_stand(planner: Planner) -> None:
+    """Also of fields that only the other endpoint knows, and of vLLM's, whose defaults SillyTavern and others send."""
     for name, values in HARMLESS.items():
         for value in values:
-            if name in ChatBody.refused_fields:
-                assert chat(planner, **{name: value}, seed=1).params == chat(planner, seed=1).params
+            for make in (completion, chat):
+                assert make(planner, **{name: value}, seed=1).params == make(planner, seed=1).params
     assert completion(planner, suffix="").prompts == completion(planner).prompts
     assert chat(planner, top_logprobs=0).params.logprobs is None
-    known = {name for body in (CompletionBody, ChatBody, StreamOptions, Message) for name in body.refused_fields}
-    assert known >= HARMLESS.keys()
 
 
 def test_an_answer_of_the_client_is_a_message(planner: Planner) -> None:
@@ -157,6 +154,43 @@ def test_an_answer_of_the_client_is_a_message(planner: Planner) -> None:
     plain = chat(planner, messages=[*HELLO, {"role": "assistant", "content": "hi"}, *HELLO])
     assert plan.prompts == plain.prompts
     refused(chat, planner, "messages[0].annotations", {"messages": [answer | {"annotations": [{"type": "x"}]}]})
+
+
+def test_what_client_libraries_add_to_messages(planner: Planner) -> None:
+    """Another reading of the content, their own bookkeeping, and marks for what is done anyway."""
+    function = {"name": "f", "arguments": '{"a": 1}'}
+    call = {"id": "1", "type": "function", "function": function}
+    plain: list[dict[str, Any]] = [
+        {"role": "user", "content": [{"type": "text", "text": "hello"}]},
+        {"role": "assistant", "content": '{"a": 1}'},
+        {"role": "assistant", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "2"},
+        {"role": "assistant", "content": "hi"},
+    ]
+    mark = {"cache_control": {"type": "ephemeral"}}
+    added = [
+        {"role": "user", "content": [{"type": "text", "text": "hello"} | mark]},  # OpenRouter's and Anthropic's
+        plain[1]
+        | {"parsed": {"a": 1}, "provider_specific_fields": {"refusal": None}},  # the openai client's, litellm's
+        {
+            "role": "assistant",
+            "tool_calls": [call | {"index": 0, "function": function | {"parsed_arguments": {"a": 1}}}],
+        },
+        plain[3] | mark | {"type": "text"},  # lm-eval's
+        plain[4]
+        | {"content": [{"type": "text", "text": "hi", "role": "assistant", "refusal": None, "annotations": []}]},
+    ]
+    assert chat(planner, messages=added).prompts == chat(planner, messages=plain).prompts
+    for name, value in {"cache_control": {"type": "x"}, "provider_specific_fields": {"a": 1}, "type": "image"}.items():
+        refused(chat, planner, f"messages[0].{name}", {"messages": [plain[1] | {name: value}]})
+    part = {"type": "text", "text": "hello", "cache_control": {"type": "ephemeral", "ttl": "1h"}}
+    error = refused(chat, planner, "messages[0].content", {"messages": [{"role": "user", "content": [part]}]})
+    assert "cache_control" in error.message
+    part = {"type": "text", "text": "hello", "role": "system"}
+    assert (
+        "'role'"
+        in refused(chat, planner, "messages[0].content", {"messages": [plain[0] | {"content": [part]}]}).message
+    )
 
 
 def test_prompt_logprobs_are_bounded(planner: Planner) -> None:
@@ -378,6 +412,8 @@ COMMON = [
     ("structured_outputs", {"structured_outputs": {}}),
     ("unknown", {"unknown": 1}),
     ("use_beam_search", {"use_beam_search": True}),
+    ("length_penalty", {"length_penalty": 0.5}),
+    ("spaces_between_special_tokens", {"spaces_between_special_tokens": False}),
 ]
 COMPLETION_ONLY = [
     ("prompt", {"prompt": ""}),
@@ -407,7 +443,7 @@ COMPLETION_ONLY = [
     ("n", {"n": 128, "prompt": ["a"] * 100}),
     ("suffix", {"suffix": "x"}),
     ("suffix", {"suffix": []}),
-    ("tools", {"tools": []}),
+    ("tools", {"tools": [{}]}),
 ]
 CHAT_ONLY = [
     ("messages", {"messages": []}),
@@ -519,7 +555,9 @@ def test_a_value_that_json_has_not_is_refused_under_its_name(planner: Planner, v
 def test_too_long_a_prompt_states_both_lengths(planner: Planner) -> None:
     error = refused(completion, planner, "prompt", {"prompt": [5] * 9000})
     assert "9000 tokens" in error.message and "8192 tokens" in error.message
-    assert error.code == "context_length"
+    assert "maximum context length" in error.message and error.code == "context_length_exceeded", (
+        "what clients look for"
+    )
     small = make_planner(max_request_tokens=64)
     error = refused(completion, small, "prompt", {"prompt": [5] * 100})
     assert "100 tokens" in error.message and "64 tokens" in error.message and "--num-pages" in error.message
