@@ -21,9 +21,10 @@ from spmd_serve.tokenizer_files import read_tokenizer
 
 # llguidance's limits are counts, so that all ranks decide alike. Compiling costs the square of a grammar's size, and a mask
 # about as many items as it has alternatives in one place: 650 optional properties are just within the size, compile in 0.05 s
-# and their masks take up to 0.005 s. What has as many alternatives as fit into the size must not run into the limit of a row.
+# and their masks take up to 0.005 s. What has as many alternatives as fit into the size has 2,500 items in a row; ambiguous
+# grammars have more the longer the text, and cost the square of it: with 20,000 a mask took 1.6 s, which every row waits for.
 MAX_SYMBOLS = 5000
-MAX_ROW_ITEMS = 20_000
+MAX_ROW_ITEMS = 5000
 KEPT = 64  # compiled grammars; a few MB each at most
 
 

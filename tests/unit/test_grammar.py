@@ -265,6 +265,14 @@ def test_as_many_properties_as_are_accepted_work(compiler: GrammarCompiler) -> N
     assert state.accept(EOS) == ""
 
 
+def test_an_ambiguous_grammar_ends_before_its_masks_hold_up_the_step() -> None:
+    """A mask costs the square of the items in a row: 0.2 s where this ends, 1.6 s with four times as many."""
+    state = grammars().start('start: (("a"{1,30000}){1,30000}){1,30000}', [])
+    (token,) = encode("a")
+    ends = [end for end in (state.accept(token) for _ in range(80)) if end is not None]
+    assert ends and "max is 5000" in ends[0]
+
+
 @pytest.mark.parametrize(
     ("fields", "text"),
     [
