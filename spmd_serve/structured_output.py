@@ -5,6 +5,7 @@ Both see the model's tokens through the same tokenizer files, compile under the 
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -158,7 +159,16 @@ def _begin_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ..
         except ModelError as error:
             future.set_exception(error)
         except Exception as error:
-            future.set_exception(ModelError(f"structured output does not work with this tokenizer: {error}"))
+            future.set_exception(ModelError(f"structured output does not work with this tokenizer: {_said(error)}"))
 
     threading.Thread(target=make, name="grammar-tokenizer", daemon=True).start()
     return future
+
+
+def _said(error: Exception) -> str:
+    """llguidance's message; for a decoder that it does not know it writes down the whole decoder, as Rust does."""
+    found = re.search(r"can't determine decoder type: (?:Some\((\w+)|None)", str(error))
+    if found is None:
+        return str(error)
+    decoder = f"the decoder {found[1]}" if found[1] else "no decoder"
+    return f"it has {decoder}, and only decoders whose tokens are bytes (ByteLevel, ByteFallback) can follow a grammar"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_service import EOS, VOCAB, bundled_tokenizer, fake_info, model_folder
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
 from spmd_serve.config import SchedulerOptions
@@ -109,6 +109,20 @@ def node(*required: str) -> dict[str, Any]:
         ({"structured_outputs": {"choice": ["a b"]}}, "a b", "ab"),
         ({"guided_grammar": 'start: "x" num\nnum: /[0-9]+/'}, "x12", "12"),
         ({"structured_outputs": {"grammar": 'root ::= "a" | "b" root'}}, "bba", "bb"),
+        ({"guided_grammar": '?start: "x" | "y"'}, "y", "z"),
+        (
+            {"guided_grammar": r'root ::= "\u00e9\U0001f600\u0022" [\u00e0-\u00ff\u005d] "\\u00e9"'},
+            '\u00e9\U0001f600"]\\u00e9',
+            "x",
+        ),
+        ({"guided_json": {"type": "array", "items": {"type": "null"}, "uniqueItems": False}}, "[null,null]", "[1]"),
+        ({"guided_json": {"properties": {"uniqueItems": False}, "type": "object"}}, "{}", '{"uniqueItems":1}'),
+        (
+            {"guided_json": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}},
+            "-9223372036854774000",
+            "1.5",
+        ),
+        ({"guided_json": {"enum": [-(2**53), 2**60, {"id": 5}]}}, "1152921504606846976", "1152921504606846977"),
     ],
     ids=lambda value: json.dumps(value)[:50],
 )
@@ -142,6 +156,11 @@ def nested(depth: int) -> dict[str, Any]:
         ("guided_json", {"guided_json": {"type": "nothing"}}),
         ("guided_json", {"guided_json": "{"}),
         ("guided_json", {"guided_json": "5"}),
+        ("guided_json", {"guided_json": "true"}),
+        ("guided_json", {"guided_json": {"properties": {"id": {"const": 2**53 + 1}}}}),
+        ("guided_json", {"guided_json": {"enum": [1, {"id": [1234567890123456789]}]}}),
+        ("guided_grammar", {"guided_grammar": '{"grammars":[{"json_schema":{"type":"integer"}}]}'}),
+        ("guided_grammar", {"guided_grammar": 'root ::= "\\ud800"'}),
         ("guided_json", {"guided_json": {"type": "string", "pattern": "(("}}),
         ("guided_json", {"guided_json": {"$ref": "#/nowhere"}}),
         ("guided_json", {"guided_json": nested(MAX_NESTING + 1)}),
@@ -183,12 +202,34 @@ def test_what_is_wrong_is_refused(compiler: GrammarCompiler, param: str, fields:
 
 @pytest.mark.parametrize(
     "fields",
-    [{"guided_json": {"$ref": "#"}}, {"guided_json": node("next")}, {"guided_grammar": "start: A\nA: /a/ & /b/"}],
+    [
+        {"guided_json": {"$ref": "#"}},
+        {"guided_json": node("next")},
+        {"guided_grammar": "start: A\nA: /a/ & /b/"},
+        {"guided_json": {"enum": []}},
+        {"guided_json": {"type": "string", "pattern": "^a$", "minLength": 2}},
+        {"guided_json": {"properties": {"a": False}, "type": "object", "required": ["a"]}},
+    ],
     ids=str,
 )
 def test_what_no_text_fits_is_said_to_be_that(compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="that no text fits"):
+    with pytest.raises(RequestError, match="that no text fits") as caught:
         compiled(compiler, **fields)
+    assert "(" not in caught.value.message.partition(" in itself without end")[0], "llguidance's own expression"
+
+
+def test_a_message_has_no_expression_of_llguidance(compiler: GrammarCompiler) -> None:
+    schema = {"type": "string", "minLength": 3000, "maxLength": 5000, "pattern": "a.*b"}
+    with pytest.raises(
+        RequestError, match=r"it cannot be told whether there is a text of such a pattern, format and length$"
+    ):
+        compiled(compiler, guided_json=schema)
+
+
+def test_what_is_no_gbnf_is_read_as_lark(compiler: GrammarCompiler) -> None:
+    """Its message is about the Lark."""
+    with pytest.raises(RequestError, match="no start rule found"):
+        compiled(compiler, guided_grammar='root: "x"')
 
 
 def test_a_grammar_that_takes_long_holds_up_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,6 +432,16 @@ def test_a_tokenizer_that_llguidance_does_not_know_is_a_400(tmp_path: Path) -> N
     with pytest.raises(RequestError, match="does not work with this tokenizer") as caught:
         compiled(compiler, guided_regex="a")
     assert (caught.value.status, caught.value.param) == (400, "guided_regex")
+
+
+@pytest.mark.parametrize("decoder", [decoders.Metaspace(), decoders.WordPiece()], ids=lambda d: type(d).__name__)
+def test_a_decoder_that_llguidance_does_not_know_is_named(tmp_path: Path, decoder: Any) -> None:
+    """Its message has the decoder as Rust prints it."""
+    words = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    words.decoder = decoder
+    words.save(str(tmp_path / "tokenizer.json"))
+    state = Grammars(tmp_path, 3, (2,)).start("start: /a/", [])
+    assert f"it has the decoder {type(decoder).__name__}, and" in (state.accept(0) or "")
 
 
 def test_a_tokenizer_may_have_more_tokens_than_the_model() -> None:
