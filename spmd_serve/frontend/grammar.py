@@ -31,6 +31,9 @@ MAX_NESTING = 64  # of a JSON schema
 MAX_COMPILE_SECONDS = 0.2  # of CPU time; what is within MAX_SYMBOLS and ordinary takes up to 0.05 s
 COMPILE_PATIENCE = 2.0  # seconds that a request waits for its grammar; `.*` 16,000 times takes 30 s, within all limits
 MAX_MULTIPLE = 10_000
+MAX_GBNF = (
+    4_000_000  # bytes times rules, which is what llguidance's converter, in Python, costs: up to 0.5 s; 64 KB took 18 s
+)
 UNSATISFIABLE = "Unsatisfiable schema: "  # as llguidance begins what it says of a JSON schema that no text fits
 LEAST_INTEGER = -(2**63) + 1024  # the least one that llguidance, which makes a double of it, can have for a minimum
 JSON_DEFAULTS: Any = {"whitespace_flexible": False}  # free whitespace lets a model emit blanks until max_tokens
@@ -185,7 +188,14 @@ def _serialise(kind: str, source: Any, field: str) -> str:
     if source.lstrip().startswith("{"):  # llguidance's own JSON form, which is not what the API has
         raise ValueError("a grammar is in Lark or GBNF syntax; neither begins with {")
     # llguidance takes whatever has no line that begins with "start:" for GBNF, "?start: a" too; but GBNF has "::=".
-    if "::=" in source:
+    rules = source.count("::=")
+    if rules * size > MAX_GBNF:
+        raise RequestError(
+            f"{field} is too large a grammar: it has {rules} rules and {size} bytes, whose product may be {MAX_GBNF} in GBNF "
+            "syntax; write it in Lark syntax",
+            param=field,
+        )
+    if rules:
         return str(llguidance.grammar_from("grammar", _ESCAPES.sub(_escape, source)))
     return str(llguidance.LLMatcher.grammar_from_lark(source))
 

@@ -150,6 +150,19 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+def gbnf_chain(rules: int) -> str:
+    """Each rule is the next one; it becomes clear from the last to the first that they are terminals."""
+    chain = [f"r{i} ::= ............... r{i + 1}" for i in range(rules)]
+    return "\n".join(["root ::= r0", *chain, f'r{rules} ::= "x"'])
+
+
+def test_a_gbnf_is_refused_before_its_conversion_takes_long(compiler: GrammarCompiler) -> None:
+    """Of 60 KB it would take 18 s of the interpreter that all threads share."""
+    with pytest.raises(RequestError, match="too large a grammar: it has 1002 rules"):
+        compiled(compiler, guided_grammar=gbnf_chain(1000))
+    assert compiled(compiler, guided_grammar=gbnf_chain(100))
+
+
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
