@@ -376,6 +376,8 @@ def test_a_grammar_that_cannot_go_on_is_an_error_not_an_end() -> None:
     state = grammars().start("start: /a+/", [])
     assert "cannot be followed" in (write(state, "b")[0] or "")
     assert mask(state).any(), "no row without a token"
+    state = grammars().start('{"type": "object"}', [])  # offline, where nobody has looked at it before
+    assert state.accept(encode("a")[0]) == "the grammar is not valid: missing field `grammars` at line 1 column 18"
 
 
 @pytest.mark.parametrize("params", [{"min_tokens": 9}, {"ignore_eos": True}, {"min_tokens": 9, "ignore_eos": True}])
