@@ -169,7 +169,7 @@ def _serialise(kind: str, source: Any, field: str) -> str:
         _check_nesting(schema, field)  # again: it may have been a string
         if not isinstance(schema, dict):
             raise ValueError("a JSON object is expected")
-        _check_constants(schema)
+        _check_numbers(schema)
         schema = _mended(schema)
         endless = endless_references(schema)
         if endless:
@@ -187,6 +187,7 @@ def _serialise(kind: str, source: Any, field: str) -> str:
         return str(llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in source)))
     if source.lstrip().startswith("{"):  # llguidance's own JSON form, which is not what the API has
         raise ValueError("a grammar is in Lark or GBNF syntax; neither begins with {")
+    _check_embedded_numbers(source)
     # llguidance takes whatever has no line that begins with "start:" for GBNF, "?start: a" too; but GBNF has "::=".
     rules = source.count("::=")
     if rules * size > MAX_GBNF:
@@ -212,20 +213,38 @@ def _escape(match: re.Match[str]) -> str:
     return f"\\x{code:02x}" if code < 0x80 else chr(code)  # as a character, a quote would end the text
 
 
-def _check_constants(schema: dict[str, Any]) -> None:
-    """Refuse integers in const and enum that are no doubles: llguidance would write 2**53 for 2**53 + 1.
+def _check_numbers(schema: dict[str, Any]) -> None:
+    """Refuse integers that llguidance cannot have.
+
+    In const and enum those that are no doubles: it would write 2**53 for 2**53 + 1. And what leaves an integer no other value
+    than -2**63, at which it recurses until the process dies.
 
     Raises:
         ValueError: there is one.
     """
     for node in objects(schema):
+        for key in ("maximum", "exclusiveMaximum"):
+            value = node.get(key)
+            if type(value) in (int, float) and value <= LEAST_INTEGER:
+                raise ValueError(f"the {key} {value} is too small; it must be more than {LEAST_INTEGER}")
         waiting = [node.get("const"), node.get("enum")]
         while waiting:
             value = waiting.pop()
             if isinstance(value, (dict, list)):
                 waiting += value.values() if isinstance(value, dict) else value
-            elif type(value) is int and int(float(value)) != value:
+            elif type(value) is int and (int(float(value)) != value or value <= LEAST_INTEGER):
                 raise ValueError(f"the constant {value} cannot be written exactly; give it as a string")
+
+
+def _check_embedded_numbers(source: str) -> None:
+    """Refuse the same small integers in the JSON schemas of a Lark grammar (%json), wherever they stand.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for found in re.findall(r"-[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?", source if "%json" in source else ""):
+        if float(found) <= LEAST_INTEGER:
+            raise ValueError(f"the number {found[:50]} is too small for %json; it must be more than {LEAST_INTEGER}")
 
 
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # keywords with schemas under names

@@ -213,6 +213,29 @@ def test_what_is_wrong_is_refused(compiler: GrammarCompiler, param: str, fields:
     assert len(caught.value.message) < 1500
 
 
+LEAST = -(2**63)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": {"const": LEAST}},
+        {"guided_json": {"properties": {"a": {"enum": [1, {"b": [LEAST]}]}}}},
+        {"guided_json": {"const": LEAST + 500}},
+        {"guided_json": {"type": "integer", "minimum": LEAST, "maximum": LEAST}},
+        {"guided_json": {"type": "integer", "minimum": -1e30, "maximum": -1e30}},
+        {"guided_json": {"allOf": [{"type": "integer", "minimum": -1e30}, {"exclusiveMaximum": LEAST + 600}]}},
+        {"guided_grammar": f'start: %json {{"const": {LEAST}}}'},
+        {"guided_grammar": 'start: %json {"type": "integer", "minimum": -1e30, "maximum": -1e30}'},
+    ],
+    ids=str,
+)
+def test_an_integer_that_ends_the_process_is_refused(compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
+    """llguidance recurses without end for the one integer -2**63; no exception tells of it."""
+    with pytest.raises(RequestError, match=r"too small|cannot be written exactly"):
+        compiled(compiler, **fields)
+
+
 @pytest.mark.parametrize(
     "fields",
     [
