@@ -26,6 +26,9 @@ from spmd_serve.tokenizer_files import read_tokenizer
 # grammars have more the longer the text, and cost the square of it: with 20,000 a mask took 1.6 s, which every row waits for.
 MAX_SYMBOLS = 5000
 MAX_ROW_ITEMS = 5000
+STACK = (
+    256 * 2**20
+)  # bytes, of which only those touched are taken; 64 KB of definitions that name each other need 40 MB
 KEPT = 64  # compiled grammars; a few MB each at most
 
 
@@ -95,12 +98,27 @@ class CompiledGrammars:
         self._tokenizer.result()
 
     def _compile(self, grammar: str) -> Compiled:
-        self._tokenizer.result()
-        began = time.thread_time()
-        matcher = llguidance.LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=self._limits)
-        if not matcher.is_error():
-            matcher.compute_logit_bias()  # the first mask builds parts of the lexer, which copies then have already
-        return Compiled(matcher, str(matcher.get_error()), time.thread_time() - began)
+        """On a thread with a deep stack: llguidance recurses along definitions, and a stack that is full ends the process."""
+        tokenizer = self._tokenizer.result()
+        future: Future[Compiled] = Future()
+
+        def make() -> None:
+            try:
+                began = time.thread_time()
+                matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
+                if not matcher.is_error():
+                    matcher.compute_logit_bias()  # the first mask builds parts of the lexer, which copies then have already
+                future.set_result(Compiled(matcher, str(matcher.get_error()), time.thread_time() - began))
+            except BaseException as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=make, name="grammar-compile", daemon=True)
+        before = threading.stack_size(STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+        return future.result()
 
 
 class PlainTokenizer:

@@ -225,7 +225,7 @@ def _check_numbers(schema: dict[str, Any]) -> None:
     for node in objects(schema):
         for key in ("maximum", "exclusiveMaximum"):
             value = node.get(key)
-            if type(value) in (int, float) and value <= LEAST_INTEGER:
+            if isinstance(value, (int, float)) and value <= LEAST_INTEGER:
                 raise ValueError(f"the {key} {value} is too small; it must be more than {LEAST_INTEGER}")
         waiting = [node.get("const"), node.get("enum")]
         while waiting:

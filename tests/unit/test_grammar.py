@@ -322,6 +322,15 @@ def test_a_grammar_is_compiled_once_and_few_are_kept() -> None:
     assert compiled.compile("start: /a0/") is not first, "it has not been used for long"
 
 
+def test_long_chains_of_definitions_do_not_end_the_process(compiler: GrammarCompiler) -> None:
+    """llguidance recurses along them; on a thread's usual stack 1,300 are a segmentation fault."""
+    chain = {f"{i}": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}]} for i in range(1400)}
+    schema = {"$ref": "#/$defs/0", "$defs": chain | {"1400": {"type": "null"}}}
+    assert accepts(compiled(compiler, guided_json=schema), "null")
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(4400))
+    assert accepts(compiled(compiler, guided_grammar=f'start: r0\n{rules}\nr4400: "x"'), "x")
+
+
 def test_rows_of_one_grammar_do_not_see_each_other(compiler: GrammarCompiler) -> None:
     grammar = compiled(compiler, guided_json=SCHEMA) or ""
     fresh = mask(grammars().start(grammar, []))
