@@ -5,6 +5,7 @@ Both see the model's tokens through the same tokenizer files, compile under the 
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import OrderedDict
@@ -21,9 +22,13 @@ from spmd_serve.tokenizer_files import read_tokenizer
 
 # llguidance's limits are counts, so that all ranks decide alike. Compiling costs the square of a grammar's size, and a mask
 # about as many items as it has alternatives in one place: 650 optional properties are just within the size, compile in 0.05 s
-# and their masks take up to 0.005 s. What has as many alternatives as fit into the size must not run into the limit of a row.
+# and their masks take up to 0.005 s. What has as many alternatives as fit into the size has 2,500 items in a row; ambiguous
+# grammars have more the longer the text, and cost the square of it: with 20,000 a mask took 1.6 s, which every row waits for.
 MAX_SYMBOLS = 5000
-MAX_ROW_ITEMS = 20_000
+MAX_ROW_ITEMS = 5000
+STACK = (
+    256 * 2**20
+)  # bytes, of which only those touched are taken; 64 KB of definitions that name each other need 40 MB
 KEPT = 64  # compiled grammars; a few MB each at most
 
 
@@ -93,12 +98,27 @@ class CompiledGrammars:
         self._tokenizer.result()
 
     def _compile(self, grammar: str) -> Compiled:
-        self._tokenizer.result()
-        began = time.thread_time()
-        matcher = llguidance.LLMatcher(self._tokenizer.result(), grammar, log_level=0, limits=self._limits)
-        if not matcher.is_error():
-            matcher.compute_logit_bias()  # the first mask builds parts of the lexer, which copies then have already
-        return Compiled(matcher, str(matcher.get_error()), time.thread_time() - began)
+        """On a thread with a deep stack: llguidance recurses along definitions, and a stack that is full ends the process."""
+        tokenizer = self._tokenizer.result()
+        future: Future[Compiled] = Future()
+
+        def make() -> None:
+            try:
+                began = time.thread_time()
+                matcher = llguidance.LLMatcher(tokenizer, grammar, log_level=0, limits=self._limits)
+                if not matcher.is_error():
+                    matcher.compute_logit_bias()  # the first mask builds parts of the lexer, which copies then have already
+                future.set_result(Compiled(matcher, str(matcher.get_error()), time.thread_time() - began))
+            except BaseException as error:
+                future.set_exception(error)
+
+        thread = threading.Thread(target=make, name="grammar-compile", daemon=True)
+        before = threading.stack_size(STACK)
+        try:
+            thread.start()
+        finally:
+            threading.stack_size(before)
+        return future.result()
 
 
 class PlainTokenizer:
@@ -157,7 +177,16 @@ def _begin_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ..
         except ModelError as error:
             future.set_exception(error)
         except Exception as error:
-            future.set_exception(ModelError(f"structured output does not work with this tokenizer: {error}"))
+            future.set_exception(ModelError(f"structured output does not work with this tokenizer: {_said(error)}"))
 
     threading.Thread(target=make, name="grammar-tokenizer", daemon=True).start()
     return future
+
+
+def _said(error: Exception) -> str:
+    """llguidance's message; for a decoder that it does not know it writes down the whole decoder, as Rust does."""
+    found = re.search(r"can't determine decoder type: (?:Some\((\w+)|None)", str(error))
+    if found is None:
+        return str(error)
+    decoder = f"the decoder {found[1]}" if found[1] else "no decoder"
+    return f"it has {decoder}, and only decoders whose tokens are bytes (ByteLevel, ByteFallback) can follow a grammar"

@@ -37,9 +37,8 @@ class Grammars:
             compiled = self._compiled.compile(grammar)
         except ModelError as error:
             return GrammarState(None, str(error), self._vocab_size, ())
-        state = GrammarState(
-            compiled.matcher.deep_copy(), compiled.problem, self._vocab_size, self._compiled.eos_token_ids
-        )
+        problem = f"the grammar is not valid: {_brief(compiled.problem)}" if compiled.problem else ""
+        state = GrammarState(compiled.matcher.deep_copy(), problem, self._vocab_size, self._compiled.eos_token_ids)
         for token in output:
             state.accept(token)
         return state
@@ -62,9 +61,11 @@ class GrammarState:
         """
         if not self._problem:
             self._matcher.consume_token(token)
-            self._problem = self._matcher.get_error()  # a limit of the parser, for instance: counts, alike on all ranks
+            error = self._matcher.get_error()  # a limit of the parser, for instance: counts, alike on all ranks
+            if error:
+                self._problem = f"the grammar cannot be followed any further: {_brief(error)}"
         if self._problem:
-            return f"the grammar cannot be followed any further: {self._problem.splitlines()[0][:300]}"
+            return self._problem
         return "" if token in self.eos_token_ids and self._matcher.is_stopped() else None
 
     def allowed(self, vocab: range, device: torch.device, hidden: Sequence[int] = ()) -> Tensor:
@@ -82,3 +83,8 @@ class GrammarState:
             others[list(hidden)] = False
             allowed = others if others.any() else allowed
         return allowed[vocab.start : vocab.stop].to(device)
+
+
+def _brief(error: str) -> str:
+    """The first line of llguidance's message; the others show the grammar."""
+    return error.splitlines()[0][:300]

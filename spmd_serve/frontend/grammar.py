@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from concurrent.futures import Future, ThreadPoolExecutor
 from decimal import Decimal, InvalidOperation
 from typing import Any
@@ -19,7 +20,7 @@ import llguidance
 import orjson
 
 from spmd_serve.errors import ModelError, OverloadedError, RequestError
-from spmd_serve.frontend.recursion import endless_references
+from spmd_serve.frontend.recursion import endless_references, objects
 from spmd_serve.frontend.schemas import Generate
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.structured_output import MAX_SYMBOLS, Compiled, CompiledGrammars
@@ -30,6 +31,11 @@ MAX_NESTING = 64  # of a JSON schema
 MAX_COMPILE_SECONDS = 0.2  # of CPU time; what is within MAX_SYMBOLS and ordinary takes up to 0.05 s
 COMPILE_PATIENCE = 2.0  # seconds that a request waits for its grammar; `.*` 16,000 times takes 30 s, within all limits
 MAX_MULTIPLE = 10_000
+MAX_GBNF = (
+    4_000_000  # bytes times rules, which is what llguidance's converter, in Python, costs: up to 0.5 s; 64 KB took 18 s
+)
+UNSATISFIABLE = "Unsatisfiable schema: "  # as llguidance begins what it says of a JSON schema that no text fits
+LEAST_INTEGER = -(2**63) + 1024  # the least one that llguidance, which makes a double of it, can have for a minimum
 JSON_DEFAULTS: Any = {"whitespace_flexible": False}  # free whitespace lets a model emit blanks until max_tokens
 
 
@@ -73,8 +79,11 @@ class GrammarCompiler:
             )
         if "NoExtension" in problem:  # llguidance's name for it
             raise RequestError(f"{field} is a {kind} that no text fits", param=field)
+        if problem.startswith(UNSATISFIABLE):
+            reason = _without_dump(problem.removeprefix(UNSATISFIABLE))
+            raise RequestError(f"{field} is a {kind} that no text fits: {reason[:1000]}", param=field)
         if problem:
-            raise RequestError(f"{field} is not a valid {kind}: {problem[:1000]}", param=field)
+            raise RequestError(f"{field} is not a valid {kind}: {_without_dump(problem)[:1000]}", param=field)
         if compiled.seconds > MAX_COMPILE_SECONDS:
             raise RequestError(
                 f"{field} is too complex a {kind}: compiling it took {compiled.seconds:.2f} s of at most "
@@ -103,6 +112,15 @@ class GrammarCompiler:
                 f"{field} is too complex a {kind}: compiling it takes more than {COMPILE_PATIENCE:g} s; make it smaller",
                 param=field,
             ) from None
+
+
+def _without_dump(problem: str) -> str:
+    """llguidance's message, but for the expression that it makes of a pattern with a length, a format or another pattern."""
+    found = re.search(r"(unable to determine if )?regex is empty: +\(", problem, re.IGNORECASE)
+    if found is None:
+        return problem
+    together = "a text of such a pattern, format and length"
+    return f"it cannot be told whether there is {together}" if found[1] else f"there is not {together}"
 
 
 def _sources(body: Generate) -> list[tuple[str, str, Any]]:
@@ -149,6 +167,10 @@ def _serialise(kind: str, source: Any, field: str) -> str:
     if kind == "JSON schema":
         schema = orjson.loads(source) if isinstance(source, str) else source
         _check_nesting(schema, field)  # again: it may have been a string
+        if not isinstance(schema, dict):
+            raise ValueError("a JSON object is expected")
+        _check_numbers(schema)
+        schema = _mended(schema)
         endless = endless_references(schema)
         if endless:
             raise RequestError(
@@ -163,7 +185,90 @@ def _serialise(kind: str, source: Any, field: str) -> str:
         if not all(source):
             raise ValueError("a choice is empty")
         return str(llguidance.LLMatcher.grammar_from_lark("start: " + " | ".join(json.dumps(c) for c in source)))
-    return str(llguidance.grammar_from("grammar", source))
+    if source.lstrip().startswith("{"):  # llguidance's own JSON form, which is not what the API has
+        raise ValueError("a grammar is in Lark or GBNF syntax; neither begins with {")
+    _check_embedded_numbers(source)
+    # llguidance takes whatever has no line that begins with "start:" for GBNF, "?start: a" too; but GBNF has "::=".
+    rules = source.count("::=")
+    if rules * size > MAX_GBNF:
+        raise RequestError(
+            f"{field} is too large a grammar: it has {rules} rules and {size} bytes, whose product may be {MAX_GBNF} in GBNF "
+            "syntax; write it in Lark syntax",
+            param=field,
+        )
+    if rules:
+        return str(llguidance.grammar_from("grammar", _ESCAPES.sub(_escape, source)))
+    return str(llguidance.LLMatcher.grammar_from_lark(source))
+
+
+_ESCAPES = re.compile(r"\\(?:u([0-9a-fA-F]{4})|U([0-9a-fA-F]{8})|.)", re.DOTALL)
+
+
+def _escape(match: re.Match[str]) -> str:
+    """An escape in a text with "::=". Of \\u and \\U llguidance's converter drops the zeros, which then mean something else."""
+    digits = match[1] or match[2]
+    code = int(digits, 16) if digits else 0
+    if not digits or code > sys.maxunicode or 0xD800 <= code < 0xE000:  # the latter are no characters
+        return match[0]
+    return f"\\x{code:02x}" if code < 0x80 else chr(code)  # as a character, a quote would end the text
+
+
+def _check_numbers(schema: dict[str, Any]) -> None:
+    """Refuse integers that llguidance cannot have.
+
+    In const and enum those that are no doubles: it would write 2**53 for 2**53 + 1. And what leaves an integer no other value
+    than -2**63, at which it recurses until the process dies.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for node in objects(schema):
+        for key in ("maximum", "exclusiveMaximum"):
+            value = node.get(key)
+            if isinstance(value, (int, float)) and value <= LEAST_INTEGER:
+                raise ValueError(f"the {key} {value} is too small; it must be more than {LEAST_INTEGER}")
+        waiting = [node.get("const"), node.get("enum")]
+        while waiting:
+            value = waiting.pop()
+            if isinstance(value, (dict, list)):
+                waiting += value.values() if isinstance(value, dict) else value
+            elif type(value) is int and (int(float(value)) != value or value <= LEAST_INTEGER):
+                raise ValueError(f"the constant {value} cannot be written exactly; give it as a string")
+
+
+def _check_embedded_numbers(source: str) -> None:
+    """Refuse the same small integers in the JSON schemas of a Lark grammar (%json), wherever they stand.
+
+    Raises:
+        ValueError: there is one.
+    """
+    for found in re.findall(r"-[0-9]+(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?", source if "%json" in source else ""):
+        if float(found) <= LEAST_INTEGER:
+            raise ValueError(f"the number {found[:50]} is too small for %json; it must be more than {LEAST_INTEGER}")
+
+
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # keywords with schemas under names
+_PARTS = ("items", "prefixItems", "additionalItems", "additionalProperties", "anyOf", "oneOf", "allOf")
+
+
+def _mended(schema: Any) -> Any:
+    """The same schema without what llguidance refuses although it asks for nothing: uniqueItems false, the minimum of int64."""
+    if isinstance(schema, list):
+        return [_mended(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {}
+    for key, value in schema.items():
+        if key in _NAMED and isinstance(value, dict):
+            value = {name: _mended(part) for name, part in value.items()}
+        elif key in _PARTS:
+            value = _mended(value)
+        elif key in ("minimum", "exclusiveMinimum") and type(value) is int and -(2**63) <= value < LEAST_INTEGER:
+            value = LEAST_INTEGER
+        elif key == "uniqueItems" and value is False:
+            continue
+        made[key] = value
+    return made
 
 
 def _check_multiples(grammar: str) -> None:

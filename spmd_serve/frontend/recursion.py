@@ -23,7 +23,7 @@ def endless_references(schema: Any) -> list[str]:
         schema: parsed JSON whose nesting is limited.
     """
     targets: dict[str, Any] = {}
-    for node in _objects(schema):
+    for node in objects(schema):
         if node is not schema and isinstance(node.get("$id"), str):
             return []  # references in it are relative to it
         reference = node.get("$ref")
@@ -42,7 +42,7 @@ def endless_references(schema: Any) -> list[str]:
         left = still
 
 
-def _objects(schema: Any) -> Iterator[dict[str, Any]]:
+def objects(schema: Any) -> Iterator[dict[str, Any]]:
     """Every object in it, and itself."""
     waiting = [schema]
     while waiting:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from support.fake_service import EOS, VOCAB, bundled_tokenizer, fake_info, model_folder
-from tokenizers import Tokenizer
+from tokenizers import Tokenizer, decoders
 from tokenizers.models import WordLevel
 
 from spmd_serve.config import SchedulerOptions
@@ -109,6 +109,20 @@ def node(*required: str) -> dict[str, Any]:
         ({"structured_outputs": {"choice": ["a b"]}}, "a b", "ab"),
         ({"guided_grammar": 'start: "x" num\nnum: /[0-9]+/'}, "x12", "12"),
         ({"structured_outputs": {"grammar": 'root ::= "a" | "b" root'}}, "bba", "bb"),
+        ({"guided_grammar": '?start: "x" | "y"'}, "y", "z"),
+        (
+            {"guided_grammar": r'root ::= "\u00e9\U0001f600\u0022" [\u00e0-\u00ff\u005d] "\\u00e9"'},
+            '\u00e9\U0001f600"]\\u00e9',
+            "x",
+        ),
+        ({"guided_json": {"type": "array", "items": {"type": "null"}, "uniqueItems": False}}, "[null,null]", "[1]"),
+        ({"guided_json": {"properties": {"uniqueItems": False}, "type": "object"}}, "{}", '{"uniqueItems":1}'),
+        (
+            {"guided_json": {"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}},
+            "-9223372036854774000",
+            "1.5",
+        ),
+        ({"guided_json": {"enum": [-(2**53), 2**60, {"id": 5}]}}, "1152921504606846976", "1152921504606846977"),
     ],
     ids=lambda value: json.dumps(value)[:50],
 )
@@ -136,12 +150,30 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+def gbnf_chain(rules: int) -> str:
+    """Each rule is the next one; it becomes clear from the last to the first that they are terminals."""
+    chain = [f"r{i} ::= ............... r{i + 1}" for i in range(rules)]
+    return "\n".join(["root ::= r0", *chain, f'r{rules} ::= "x"'])
+
+
+def test_a_gbnf_is_refused_before_its_conversion_takes_long(compiler: GrammarCompiler) -> None:
+    """Of 60 KB it would take 18 s of the interpreter that all threads share."""
+    with pytest.raises(RequestError, match="too large a grammar: it has 1002 rules"):
+        compiled(compiler, guided_grammar=gbnf_chain(1000))
+    assert compiled(compiler, guided_grammar=gbnf_chain(100))
+
+
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
         ("guided_json", {"guided_json": {"type": "nothing"}}),
         ("guided_json", {"guided_json": "{"}),
         ("guided_json", {"guided_json": "5"}),
+        ("guided_json", {"guided_json": "true"}),
+        ("guided_json", {"guided_json": {"properties": {"id": {"const": 2**53 + 1}}}}),
+        ("guided_json", {"guided_json": {"enum": [1, {"id": [1234567890123456789]}]}}),
+        ("guided_grammar", {"guided_grammar": '{"grammars":[{"json_schema":{"type":"integer"}}]}'}),
+        ("guided_grammar", {"guided_grammar": 'root ::= "\\ud800"'}),
         ("guided_json", {"guided_json": {"type": "string", "pattern": "(("}}),
         ("guided_json", {"guided_json": {"$ref": "#/nowhere"}}),
         ("guided_json", {"guided_json": nested(MAX_NESTING + 1)}),
@@ -181,14 +213,59 @@ def test_what_is_wrong_is_refused(compiler: GrammarCompiler, param: str, fields:
     assert len(caught.value.message) < 1500
 
 
+LEAST = -(2**63)
+
+
 @pytest.mark.parametrize(
     "fields",
-    [{"guided_json": {"$ref": "#"}}, {"guided_json": node("next")}, {"guided_grammar": "start: A\nA: /a/ & /b/"}],
+    [
+        {"guided_json": {"const": LEAST}},
+        {"guided_json": {"properties": {"a": {"enum": [1, {"b": [LEAST]}]}}}},
+        {"guided_json": {"const": LEAST + 500}},
+        {"guided_json": {"type": "integer", "minimum": LEAST, "maximum": LEAST}},
+        {"guided_json": {"type": "integer", "minimum": -1e30, "maximum": -1e30}},
+        {"guided_json": {"allOf": [{"type": "integer", "minimum": -1e30}, {"exclusiveMaximum": LEAST + 600}]}},
+        {"guided_grammar": f'start: %json {{"const": {LEAST}}}'},
+        {"guided_grammar": 'start: %json {"type": "integer", "minimum": -1e30, "maximum": -1e30}'},
+    ],
+    ids=str,
+)
+def test_an_integer_that_ends_the_process_is_refused(compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
+    """llguidance recurses without end for the one integer -2**63; no exception tells of it."""
+    with pytest.raises(RequestError, match=r"too small|cannot be written exactly"):
+        compiled(compiler, **fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"guided_json": {"$ref": "#"}},
+        {"guided_json": node("next")},
+        {"guided_grammar": "start: A\nA: /a/ & /b/"},
+        {"guided_json": {"enum": []}},
+        {"guided_json": {"type": "string", "pattern": "^a$", "minLength": 2}},
+        {"guided_json": {"properties": {"a": False}, "type": "object", "required": ["a"]}},
+    ],
     ids=str,
 )
 def test_what_no_text_fits_is_said_to_be_that(compiler: GrammarCompiler, fields: dict[str, Any]) -> None:
-    with pytest.raises(RequestError, match="that no text fits"):
+    with pytest.raises(RequestError, match="that no text fits") as caught:
         compiled(compiler, **fields)
+    assert "(" not in caught.value.message.partition(" in itself without end")[0], "llguidance's own expression"
+
+
+def test_a_message_has_no_expression_of_llguidance(compiler: GrammarCompiler) -> None:
+    schema = {"type": "string", "minLength": 3000, "maxLength": 5000, "pattern": "a.*b"}
+    with pytest.raises(
+        RequestError, match=r"it cannot be told whether there is a text of such a pattern, format and length$"
+    ):
+        compiled(compiler, guided_json=schema)
+
+
+def test_what_is_no_gbnf_is_read_as_lark(compiler: GrammarCompiler) -> None:
+    """Its message is about the Lark."""
+    with pytest.raises(RequestError, match="no start rule found"):
+        compiled(compiler, guided_grammar='root: "x"')
 
 
 def test_a_grammar_that_takes_long_holds_up_no_other_request(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -245,6 +322,15 @@ def test_a_grammar_is_compiled_once_and_few_are_kept() -> None:
     assert compiled.compile("start: /a0/") is not first, "it has not been used for long"
 
 
+def test_long_chains_of_definitions_do_not_end_the_process(compiler: GrammarCompiler) -> None:
+    """llguidance recurses along them; on a thread's usual stack 1,300 are a segmentation fault."""
+    chain = {f"{i}": {"anyOf": [{"$ref": f"#/$defs/{i + 1}"}]} for i in range(1400)}
+    schema = {"$ref": "#/$defs/0", "$defs": chain | {"1400": {"type": "null"}}}
+    assert accepts(compiled(compiler, guided_json=schema), "null")
+    rules = "\n".join(f"r{i}: r{i + 1}" for i in range(4400))
+    assert accepts(compiled(compiler, guided_grammar=f'start: r0\n{rules}\nr4400: "x"'), "x")
+
+
 def test_rows_of_one_grammar_do_not_see_each_other(compiler: GrammarCompiler) -> None:
     grammar = compiled(compiler, guided_json=SCHEMA) or ""
     fresh = mask(grammars().start(grammar, []))
@@ -263,6 +349,14 @@ def test_as_many_properties_as_are_accepted_work(compiler: GrammarCompiler) -> N
     state = grammars().start(grammar, [])
     assert write(state, '{"p17":5,"p599":7}') == [None] * len(encode('{"p17":5,"p599":7}'))
     assert state.accept(EOS) == ""
+
+
+def test_an_ambiguous_grammar_ends_before_its_masks_hold_up_the_step() -> None:
+    """A mask costs the square of the items in a row: 0.2 s where this ends, 1.6 s with four times as many."""
+    state = grammars().start('start: (("a"{1,30000}){1,30000}){1,30000}', [])
+    (token,) = encode("a")
+    ends = [end for end in (state.accept(token) for _ in range(80)) if end is not None]
+    assert ends and "max is 5000" in ends[0]
 
 
 @pytest.mark.parametrize(
@@ -314,6 +408,8 @@ def test_a_grammar_that_cannot_go_on_is_an_error_not_an_end() -> None:
     state = grammars().start("start: /a+/", [])
     assert "cannot be followed" in (write(state, "b")[0] or "")
     assert mask(state).any(), "no row without a token"
+    state = grammars().start('{"type": "object"}', [])  # offline, where nobody has looked at it before
+    assert state.accept(encode("a")[0]) == "the grammar is not valid: missing field `grammars` at line 1 column 18"
 
 
 @pytest.mark.parametrize("params", [{"min_tokens": 9}, {"ignore_eos": True}, {"min_tokens": 9, "ignore_eos": True}])
@@ -383,6 +479,16 @@ def test_a_tokenizer_that_llguidance_does_not_know_is_a_400(tmp_path: Path) -> N
     with pytest.raises(RequestError, match="does not work with this tokenizer") as caught:
         compiled(compiler, guided_regex="a")
     assert (caught.value.status, caught.value.param) == (400, "guided_regex")
+
+
+@pytest.mark.parametrize("decoder", [decoders.Metaspace(), decoders.WordPiece()], ids=lambda d: type(d).__name__)
+def test_a_decoder_that_llguidance_does_not_know_is_named(tmp_path: Path, decoder: Any) -> None:
+    """Its message has the decoder as Rust prints it."""
+    words = Tokenizer(WordLevel({"a": 0, "b": 1, "</s>": 2}, unk_token="a"))
+    words.decoder = decoder
+    words.save(str(tmp_path / "tokenizer.json"))
+    state = Grammars(tmp_path, 3, (2,)).start("start: /a/", [])
+    assert f"it has the decoder {type(decoder).__name__}, and" in (state.accept(0) or "")
 
 
 def test_a_tokenizer_may_have_more_tokens_than_the_model() -> None:
