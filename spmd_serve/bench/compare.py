@@ -8,6 +8,7 @@ it takes no CPU time. Reported are the medians of the rounds and their ratios.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -192,9 +193,11 @@ def _answers(url: str) -> bool:
 
 def _children(pid: int) -> list[int]:
     """Child processes (Linux)."""
-    return [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
+    found: list[int] = []
+    for task in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+            found += map(int, task.read_text().split())
+    return found
 
 
 def _family(pid: int) -> list[int]:
