@@ -8,7 +8,6 @@ it takes no CPU time. Reported are the medians of the rounds and their ratios.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import os
 import random
@@ -21,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -195,7 +194,7 @@ def _children(pid: int) -> list[int]:
     """Child processes (Linux)."""
     found: list[int] = []
     for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with contextlib.suppress(OSError):  # the thread has ended meanwhile
+        with suppress(OSError):  # the thread has ended meanwhile
             found += map(int, task.read_text().split())
     return found
 
