@@ -111,6 +111,7 @@ class LLM:
             leave_group()  # or this process could make no other LLM
             raise
         self._config = self._assembly.plan.config
+        self._process = os.getpid()
         self._closed = False
         self._unusable = ""  # why
         self._busy = threading.Lock()
@@ -151,9 +152,13 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served (too long, say, or its params are wrong). Nothing was computed.
             TypeError, ValueError: prompts is one text, or params are not as many as prompts.
-            RuntimeError: this LLM is closed, an earlier call ended in the midst of a step, or one has not ended: another
+            RuntimeError: this LLM is closed or another process's, an earlier call ended in the midst of a step, or one has not ended: another
                 thread's, or the one that calls on_tokens.
         """
+        if os.getpid() != self._process:  # torch's threads have not come along, and would be waited for without end
+            raise RuntimeError(
+                'this LLM was made before a fork; make one in the process that uses it, started with multiprocessing\'s "spawn"'
+            )
         if not self._busy.acquire(blocking=False):  # nor in turns: the ranks' threads need not come in the same order
             raise RuntimeError("another generate() of this LLM runs; give all prompts to one call, or wait for it")
         try:

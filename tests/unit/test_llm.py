@@ -1,6 +1,8 @@
 """The offline API in one process: prompts and answers are those of the server."""
 
 import json
+import subprocess
+import sys
 import threading
 import weakref
 from dataclasses import replace
@@ -207,3 +209,30 @@ def test_ids_of_any_integer_type(tmp_path: Path) -> None:
                 llm.generate([wrong], GREEDY)
     finally:
         llm.close()
+
+
+FORKED = """
+import multiprocessing, sys
+from spmd_serve.llm import LLM
+from spmd_serve.types import SamplingParams
+
+llm = LLM(*sys.argv[1:])
+params = SamplingParams(max_tokens=2, temperature=0.0)
+llm.generate([[5] * 40], params)
+child = multiprocessing.get_context("fork").Process(target=llm.generate, args=([[5] * 40], params))
+child.start()
+child.join(30)
+print(child.exitcode)
+child.kill()
+print(len(llm.generate([[5]], params)))
+llm.close()
+"""
+
+
+def test_a_fork_is_refused(tmp_path: Path) -> None:
+    """It would wait for threads that only the other process has."""
+    save_model(tmp_path)
+    command = [sys.executable, "-c", FORKED, "--model", str(tmp_path), *OPTIONS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["1", "1"]
+    assert "this LLM was made before a fork" in done.stderr
