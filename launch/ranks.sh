@@ -10,7 +10,7 @@ last_attempt() { # last_attempt OUTCOME
 
 # True when the last attempt was refused. To torchrun its ranks ended well, or it would start them again (--max-restarts).
 refused() { # refused OUTCOME
-    compgen -G "$1/$(last_attempt "$1").*.refused" >/dev/null
+    [ -n "$(find "$1" -name "$(last_attempt "$1").*.refused" -print -quit)" ] # no pattern with $1 in it: TMPDIR may have brackets
 }
 
 # True when torchrun ended because it was signalled and each of its ranks reported a clean end. Then, and only then, its

@@ -169,7 +169,7 @@ def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack
         if own:
             _await_peers(board)
     if own and failure.kind == "error":
-        logger.error("%s\n%s" if failure.details else "%s%s", failure, failure.details)
+        logger.error("%s", failure, extra={"details": failure.details})
     elif own and board.ranks.rank == 0:  # a follower's refusal is told by rank 0's watcher
         say_error("spmd_serve", exc)
     return failure.exit_code

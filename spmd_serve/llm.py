@@ -12,12 +12,17 @@ Under torchrun every rank makes the same calls, rank 0's arguments count, and ra
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import gc
 import os
 import sys
+import threading
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from operator import index
 
 from spmd_serve.assembly import assemble, make_plan
 from spmd_serve.config import parse_args, resolved
@@ -106,7 +111,10 @@ class LLM:
             leave_group()  # or this process could make no other LLM
             raise
         self._config = self._assembly.plan.config
+        self._process = os.getpid()
+        self._closed = False
         self._unusable = ""  # why
+        self._busy = threading.Lock()
         self._tokenizer: TextTokenizer | None = None
         folder = self._assembly.plan.tokenizer_folder
         if (folder / "tokenizer.json").exists():  # a config alone serves random weights and token ids
@@ -144,8 +152,26 @@ class LLM:
         Raises:
             RequestError: a prompt cannot be served (too long, say, or its params are wrong). Nothing was computed.
             TypeError, ValueError: prompts is one text, or params are not as many as prompts.
-            RuntimeError: this LLM is closed, or an earlier call ended in the midst of a step.
+            RuntimeError: this LLM is closed or another process's, an earlier call ended in the midst of a step, or one has not ended: another
+                thread's, or the one that calls on_tokens.
         """
+        if os.getpid() != self._process:  # torch's threads have not come along, and would be waited for without end
+            raise RuntimeError(
+                'this LLM was made before a fork; make one in the process that uses it, started with multiprocessing\'s "spawn"'
+            )
+        if not self._busy.acquire(blocking=False):  # nor in turns: the ranks' threads need not come in the same order
+            raise RuntimeError("another generate() of this LLM runs; give all prompts to one call, or wait for it")
+        try:
+            return self._generate(prompts, params, on_tokens)
+        finally:
+            self._busy.release()
+
+    def _generate(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        on_tokens: Callable[[int], None] | None,
+    ) -> list[Generation]:
         if self._unusable:
             raise RuntimeError(f"{self._unusable}; make a new LLM")
         if isinstance(prompts, str):
@@ -156,15 +182,15 @@ class LLM:
         results: dict[int, Generation] = {}
         requests = []
         refusal = ""
-        for index, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
-            ids = self._encode(prompt) if isinstance(prompt, str) else list(prompt)
+        for number, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
+            ids = self._encode(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
             results[self._next_uid] = Generation(ids)
             problem = self._problem(ids, sampling)
             if not problem:
                 requests.append(Request(self._next_uid, array("i", ids).tobytes(), sampling))
                 problem = self._assembly.scheduler.misfit(requests[-1])
             if problem and not refusal:
-                refusal = f"prompt {index + 1} of {len(prompts)}: {problem}"
+                refusal = f"prompt {number + 1} of {len(prompts)}: {problem}"
             self._next_uid += 1
         # Refused or not, every rank runs the loop: it does not know what the others were given.
         self._link.submit([] if refusal else requests, results, on_tokens)
@@ -181,10 +207,23 @@ class LLM:
         return list(results.values())
 
     def close(self) -> None:
-        """Leave the ranks' process group. Nothing can be generated any more."""
+        """Leave the ranks' process group and give the memory back. Nothing can be generated any more."""
+        if self._closed:
+            return
+        self._closed = True
         self._unusable = self._unusable or "it has been closed"
         self._assembly.runner.close()
         leave_group()
+        # Weights and pages, also while this object stays: the next LLM is made before the name is another one's.
+        on_gpu = self._assembly.plan.device.type == "cuda"
+        del self._assembly, self._loop
+        gc.collect()
+        if on_gpu:
+            import torch
+
+            torch.cuda.empty_cache()
+        with contextlib.suppress(AttributeError):  # another C library than GNU's, which keeps what is in pieces
+            ctypes.CDLL(None).malloc_trim(0)
 
     def _problem(self, ids: list[int], sampling: SamplingParams) -> str:
         """What is wrong with one prompt's ids or params, whatever the model's context; empty if nothing is."""

@@ -41,6 +41,8 @@ def main(argv: Sequence[str]) -> int:
     except (ConfigError, ModelError, RequestError) as exc:  # what the user gave cannot be measured
         say_error("spmd_serve.bench", exc)
         return 2
+    except KeyboardInterrupt:
+        return 130
 
 
 if __name__ == "__main__":

@@ -43,6 +43,8 @@ class _Client:
         self._job = job
         parts = urlsplit(job.url)
         self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self._path = parts.path.removesuffix("/v1") + job.path
+        self._named = parts.netloc.rpartition("@")[2]
         self.timings = Timings()
 
     async def run(self) -> None:
@@ -51,7 +53,10 @@ class _Client:
 
         async def worker() -> None:
             for body in bodies:
-                await self._request(bytes(body))
+                try:
+                    await self._request(bytes(body))
+                except OSError as error:  # the server has gone, or takes no more connections
+                    self._failed(str(error))
 
         async def report() -> None:
             while True:
@@ -62,13 +67,17 @@ class _Client:
         await asyncio.gather(*(worker() for _ in range(self._job.concurrency)))
         reporter.cancel()
 
+    def _failed(self, answer: str) -> None:
+        self.timings.failures += 1
+        self.timings.failure = answer
+
     async def _request(self, body: bytes) -> None:
         timings = self.timings
         reader, writer = await asyncio.open_connection(self._host, self._port, limit=2**22)
         began = last = time.perf_counter()
         key = f"authorization: Bearer {self._job.api_key}\r\n" if self._job.api_key else ""
         writer.write(
-            f"POST {self._job.path} HTTP/1.1\r\nhost: {self._host}\r\n{key}content-type: application/json\r\n"
+            f"POST {self._path} HTTP/1.1\r\nhost: {self._named}\r\n{key}content-type: application/json\r\n"
             f"connection: close\r\ncontent-length: {len(body)}\r\n\r\n".encode()
             + body
         )
@@ -89,12 +98,11 @@ class _Client:
             last = now
         writer.close()
         await writer.wait_closed()
-        timings.ended.append(last - began)
         usage = tail.rfind(b'"usage":{')
         if usage < 0 or (self._job.done_line and b"data: [DONE]" not in tail):
-            timings.failures += 1
-            timings.failure = tail[-500:].decode(errors="replace")
+            self._failed(tail[-500:].decode(errors="replace"))
             return
+        timings.ended.append(last - began)
         counts = orjson.loads(tail[usage + 8 : tail.index(b"}\n", usage)])
         timings.output_tokens += counts["completion_tokens"]
         timings.prompt_tokens += counts["prompt_tokens"]

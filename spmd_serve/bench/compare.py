@@ -29,7 +29,7 @@ import msgspec
 import torch
 from tokenizers import Tokenizer
 
-from spmd_serve.bench.serve import run_clients, started_server
+from spmd_serve.bench.serve import run_clients, split_options, started_server
 from spmd_serve.bench.stats import Timings
 from spmd_serve.bench.workloads import parse_count
 from spmd_serve.config import DEFAULT_MODEL, ModelOptions
@@ -161,7 +161,7 @@ def peer_engine(args: argparse.Namespace, folder: Path, dtype: str) -> Iterator[
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     command = [args.peer, "serve", str(folder), "--continuous-batching", "--dtype", dtype, "--device", "cpu"]
-    command += ["--host", "127.0.0.1", "--port", str(port), *args.peer_args.split()]
+    command += ["--host", "127.0.0.1", "--port", str(port), *split_options("--peer-args", args.peer_args)]
     environ = os.environ | {"OMP_NUM_THREADS": str(args.threads), "HF_HUB_OFFLINE": "1", "NO_COLOR": "1"}
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, env=environ)
     url = f"http://127.0.0.1:{port}"

@@ -12,6 +12,8 @@ import itertools
 import json
 import os
 import random
+import shlex
+import shutil
 import signal
 import subprocess
 import sys
@@ -22,11 +24,11 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import msgspec
 
@@ -124,8 +126,13 @@ def run_clients(
         raise RuntimeError(f"client process {index} ended with code {process.wait()}; see its error above")
 
     command = [sys.executable, "-m", "spmd_serve.bench.client"]
-    processes = [subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) for _ in range(clients)]
-    with ThreadPoolExecutor(clients) as threads:
+    with ThreadPoolExecutor(clients) as threads, ExitStack() as stack:
+        processes = []
+        for _ in range(clients):  # Ctrl-C is for this process, which ends them
+            process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+            stack.enter_context(process)  # waits, and closes its pipes
+            stack.callback(process.kill)
+            processes.append(process)
         readers = [threads.submit(read, index, process) for index, process in enumerate(processes)]
         for index, process in enumerate(processes):
             concurrency = streams // clients + (index < streams % clients)
@@ -140,9 +147,8 @@ def run_clients(
             assert process.stdin is not None
             process.stdin.close()
         total = Timings()
-        for process, reader in zip(processes, readers, strict=True):
-            with process:  # waits, and closes its pipes
-                timings, ended = reader.result()
+        for reader in readers:
+            timings, ended = reader.result()
             total.add(timings)
             total.wall = max(total.wall, ended - began)
     return total
@@ -151,7 +157,7 @@ def run_clients(
 def report_of(timings: Timings) -> dict[str, Any]:
     """The figures; times in milliseconds."""
     return {
-        "requests": len(timings.ended) - timings.failures,
+        "requests": len(timings.ended),
         "failed": timings.failures,
         "wall_s": round(timings.wall, 3),
         "prompt_tokens": timings.prompt_tokens,
@@ -180,10 +186,15 @@ def started_server(model: str | None, ranks: int, options: str, **environment: s
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
         command += ["-m", "spmd_serve", "--port", "0", "--address-file", str(address)]
         command += ["--model", model] if model else []
+        command += split_options("--server-args", options)
         # Ranks leave word of a refusal in the folder, and then torchrun adds no traceback to their one line. It would also warn
         # that it sets this variable.
         environ = {"OMP_NUM_THREADS": "1"} | os.environ | environment | {"SPMD_SERVE_OUTCOME_DIR": folder}
-        server = subprocess.Popen([*command, *options.split()], stdout=sys.stderr, env=environ)
+        if setpriv := shutil.which("setpriv"):  # should this process be killed
+            command = [setpriv, "--pdeathsig", "TERM", *command]
+        # A group of its own: Ctrl-C is for this process, which ends the server as it ends after a run.
+        server = subprocess.Popen(command, stdout=sys.stderr, env=environ, process_group=0)
+        handlers = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}
         try:
             deadline = time.monotonic() + START_TIMEOUT
             while not (address.is_file() and (url := address.read_text().strip())):
@@ -196,16 +207,35 @@ def started_server(model: str | None, ranks: int, options: str, **environment: s
                 time.sleep(0.1)
             yield url
         finally:
-            if server.poll() is None:
-                _stop(server.pid)
-            server.wait(60)
+            try:
+                if server.poll() is None:
+                    _stop(server.pid)
+                server.wait(60)
+            finally:  # it hangs, or the user insists
+                server.kill()
+                for number, handler in handlers.items():
+                    signal.signal(number, handler)
+
+
+def _leave(number: int, frame: object) -> NoReturn:
+    """A signal ends this process, but not before the server that it has started."""
+    raise SystemExit(128 + number)
+
+
+def split_options(name: str, options: str) -> list[str]:
+    """The options in the value of `name`, with quotes as in a shell."""
+    try:
+        return shlex.split(options)
+    except ValueError as exc:
+        raise ConfigError(f"{name} {options} cannot be read ({exc})") from None
 
 
 def _stop(torchrun: int) -> None:
     """SIGTERM to one rank, upon which all of them leave: torchrun itself prints a traceback when it is signalled."""
     children = Path(f"/proc/{torchrun}/task/{torchrun}/children")
     ranks = children.read_text().split() if children.exists() else []
-    os.kill(int(ranks[0]) if ranks else torchrun, signal.SIGTERM)
+    with suppress(ProcessLookupError):  # it has just ended
+        os.kill(int(ranks[0]) if ranks else torchrun, signal.SIGTERM)
 
 
 @dataclass
@@ -284,7 +314,9 @@ def measure(args: argparse.Namespace, url: str, cpu_seconds: Callable[[], float]
 
 
 def _check_reachable(url: str) -> None:
-    """Raises ConfigError where nothing answers."""
+    """Raises ConfigError where nothing answers, or not in plain HTTP."""
+    if url.startswith("https:"):
+        raise ConfigError(f"--url {url}: the clients speak no TLS; give the server's own http:// address")
     try:
         opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         opener.open(f"{url}/health", timeout=10.0).close()

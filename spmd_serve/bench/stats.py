@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import msgspec
 
 
@@ -12,7 +14,7 @@ class Timings(msgspec.Struct):
         wall: from the first request to the last answer, over all processes.
         first: from sending a request to its first event.
         between: between the reads that brought events (several tokens may come in one).
-        ended: from sending a request to its end.
+        ended: from sending a request to its end, of those that did not fail.
         failure: the end of what a failed request got.
     """
 
@@ -40,7 +42,7 @@ class Timings(msgspec.Struct):
 
 def quantile(values: list[float], share: float) -> float:
     """The nearest-rank quantile of at least one value."""
-    return sorted(values)[min(len(values) - 1, int(share * len(values)))]
+    return sorted(values)[max(0, math.ceil(share * len(values)) - 1)]
 
 
 def percentiles_ms(name: str, seconds: list[float]) -> dict[str, float | None]:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
-import logging
 import os
 import signal
 import socket
@@ -21,6 +20,7 @@ import zmq
 from spmd_serve.frontend.http_server import HttpThread
 from spmd_serve.frontend.link import FrontLink
 from spmd_serve.frontend.server import ChildSettings
+from spmd_serve.logs import set_up_logs
 
 STOP_TIMEOUT = 2.0  # seconds for open responses to end; the parent stops us when they should have
 _PR_SET_PDEATHSIG = 1
@@ -39,9 +39,7 @@ def main() -> int:
         signal.signal(number, signal.SIG_IGN)
     settings = msgspec.json.decode(sys.stdin.buffer.readline(), type=ChildSettings)
     _die_with_parent(settings.parent)
-    logging.basicConfig(
-        level=settings.config.server.log_level.upper(), format=f"%(levelname)s [frontend {settings.index}] %(message)s"
-    )
+    set_up_logs(settings.config.server.log_level, 0, lambda: None, f"frontend {settings.index}")
 
     def beat() -> None:
         with contextlib.suppress(OSError):  # the parent does not look, or is gone

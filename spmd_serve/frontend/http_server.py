@@ -59,7 +59,7 @@ class HttpThread:
             lifespan="off",
             access_log=False,
             log_config=None,
-            log_level="warning",
+            log_level=None,  # as set_up_logs has it
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_TIMEOUT,

@@ -5,10 +5,14 @@ from __future__ import annotations
 import gzip
 import json
 import logging
+import os
 import re
 import socket
+import subprocess
+import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -315,3 +319,34 @@ def test_a_client_that_ends_its_sending_counts_as_gone(start: Start, stream: boo
         wait_until("it runs", lambda: service.core.busy == 1, 20)
         connection.shutdown(socket.SHUT_WR)
         wait_until("it is aborted", lambda: service.core.busy == 0, 1)
+
+
+SERVE = """
+import sys
+from support.fake_service import start_fake
+from spmd_serve.logs import set_up_logs
+set_up_logs("info", 0, lambda: None)
+service = start_fake()
+print(service.url, flush=True)
+sys.stdin.read()
+service.close()
+"""
+
+
+def test_what_is_no_request_is_not_logged() -> None:
+    """Anybody who reaches the port can send it, as fast as lines can be written."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(Path(__file__).parents[1]), *sys.path])}
+    pipe = subprocess.PIPE
+    with subprocess.Popen(
+        [sys.executable, "-c", SERVE], env=environment, stdin=pipe, stdout=pipe, stderr=pipe
+    ) as server:
+        assert server.stdout is not None
+        try:
+            port = int(server.stdout.readline().rpartition(b":")[2])
+            for garbage in (b"no HTTP\r\n\r\n", b"GET / HTTP/1.1\r\nContent-Length: x\r\n\r\n"):
+                with socket.create_connection(("127.0.0.1", port), timeout=30) as connection:
+                    connection.sendall(garbage)
+                    assert connection.recv(100).startswith(b"HTTP/1.1 400")
+            assert server.communicate(timeout=60)[1] == b""
+        finally:
+            server.kill()

@@ -120,6 +120,7 @@ def test_the_report_of_a_run() -> None:
         (["offline", "--model", "/no/such"], "--model /no/such"),
         (["serve", "--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1 cannot be reached"),
         (["compare", "--peer", "/no/such/program"], "--peer /no/such/program is no program"),
+        (["serve", "--url", "https://localhost:8000"], "the clients speak no TLS"),
         (["serve", "--url", "localhost"], "such as http://127.0.0.1:8000"),
     ],
 )

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import json
+import signal
 import socket
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from support.fake_service import start_fake
+from support.server import wait_until
 
 from spmd_serve.bench import serve
 from spmd_serve.bench.stats import Timings, percentiles_ms, quantile
+from spmd_serve.errors import ConfigError
 
 
 def test_dummy_engine(capsys: pytest.CaptureFixture[str]) -> None:
@@ -33,12 +37,90 @@ def test_failures_are_told(capsys: pytest.CaptureFixture[str]) -> None:
         assert serve.main(options.split()) == 1
     finally:
         service.close()
-    assert "503" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert "503" in out and "request_p50_ms         None" in out  # a refusal's 1 ms is no request's
+
+
+def test_a_server_that_goes_away_is_told(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as closed:
+        url = f"http://127.0.0.1:{closed.getsockname()[1]}"
+    monkeypatch.setattr(serve, "_check_reachable", lambda url: None)  # it was there then
+    assert serve.main(f"--url {url} --streams 2 --requests 4 --warmup 0 --json".split()) == 1
+    report = json.loads(capsys.readouterr().out)
+    assert (report["requests"], report["failed"], report["request_p50_ms"]) == (0, 4, None)
+    assert "refused" in report["failure"] or "onnect" in report["failure"]
+
+
+def test_the_url_of_a_client_library(capsys: pytest.CaptureFixture[str]) -> None:
+    """It ends with /v1; behind a proxy there may be another path before."""
+    service = start_fake()
+    try:
+        assert serve.main(f"--url {service.url}/v1/ --streams 2 --output-tokens 3 --json".split()) == 0
+        assert json.loads(capsys.readouterr().out)["output_tokens"] == 6
+        assert serve.main(f"--url {service.url}/proxied/v1 --streams 2 --warmup 0".split()) == 1
+        assert "there is no /proxied/v1/completions here" in capsys.readouterr().out
+    finally:
+        service.close()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_leaves_no_server_behind(number: int) -> None:
+    command = [sys.executable, "-m", "spmd_serve.bench", "serve", "--streams", "1", "--output-tokens", "4000"]
+    bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, start_new_session=True, text=True)
+    try:
+        assert bench.stderr is not None
+        while "ready at" not in (line := bench.stderr.readline()):
+            assert line, "it did not come up"
+        wait_until(
+            "clients have come", lambda: any("bench.client" in args for args in _offspring(bench.pid).values()), 60
+        )
+        all_of_it = _offspring(bench.pid)
+        assert len(all_of_it) >= 3  # torchrun, a rank, a client
+        bench.send_signal(number)
+        _, errors = bench.communicate(timeout=60)
+    finally:
+        bench.kill()
+    assert bench.returncode == 128 + number
+    assert "Traceback" not in errors
+    left = [args for pid, args in all_of_it.items() if _arguments(pid) == args]
+    assert left == []
+
+
+def _arguments(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return ""
+
+
+def _offspring(pid: int) -> dict[int, str]:
+    """Processes below it -> their arguments, those that have any."""
+    try:
+        children = [
+            int(child)
+            for task in Path(f"/proc/{pid}/task").iterdir()
+            for child in (task / "children").read_text().split()
+        ]
+    except (FileNotFoundError, ProcessLookupError):
+        return {}
+    found = {child: _arguments(child) for child in children}
+    for child in children:
+        found |= _offspring(child)
+    return {child: args for child, args in found.items() if args}
+
+
+def test_options_with_spaces() -> None:
+    assert serve.split_options("--server-args", "--model '/a b' --x") == ["--model", "/a b", "--x"]
+    with pytest.raises(ConfigError, match="--server-args --model '/a cannot be read"):
+        serve.split_options("--server-args", "--model '/a")
 
 
 def test_figures() -> None:
     assert quantile([3.0, 1.0, 2.0], 0.5) == 2.0
     assert quantile([1.0], 0.99) == 1.0
+    assert quantile([1.0, 9.0], 0.5) == 1.0
+    hundred = [float(value) for value in range(1, 101)]
+    assert [quantile(hundred, share) for share in (0.0, 0.5, 0.99, 1.0)] == [1.0, 50.0, 99.0, 100.0]
     assert percentiles_ms("gap", []) == {"gap_p50_ms": None, "gap_p99_ms": None}  # one token has no gaps
     total = Timings(first=[1.0], failures=1, failure="a")
     total.add(Timings(first=[2.0], failure="b", output_tokens=3))

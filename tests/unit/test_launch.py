@@ -269,11 +269,11 @@ def test_the_exit_code_is_torchruns_but_for_a_clean_drain_and_a_refusal(
     body = f"[(outcome / name).touch() for name in {reports}]\n"
     if error:
         body += f"pathlib.Path(os.environ['TORCHELASTIC_ERROR_FILE']).write_text({record!r})\n"
-    done = bash(
-        "run_ranks 2 || exit $?", PYTHON=fake_torchrun(tmp_path, f"{body}sys.exit({code})"), TMPDIR=str(tmp_path)
-    )
+    folder = tmp_path / "o'odd [1-3] *ä"  # no pattern, and one word
+    folder.mkdir()
+    done = bash("run_ranks 2 || exit $?", PYTHON=fake_torchrun(tmp_path, f"{body}sys.exit({code})"), TMPDIR=str(folder))
     assert done.returncode == returns, done.stderr
-    assert [path.name for path in tmp_path.iterdir()] == ["python"], "nothing is left behind"
+    assert list(folder.iterdir()) == [], "nothing is left behind"
 
 
 def test_a_reader_of_the_log_may_leave(tmp_path: Path) -> None:

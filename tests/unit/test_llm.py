@@ -1,11 +1,17 @@
 """The offline API in one process: prompts and answers are those of the server."""
 
 import json
+import subprocess
+import sys
+import threading
+import weakref
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -155,3 +161,78 @@ def test_a_model_that_no_memory_holds_is_one_line(tmp_path: Path, size: str) -> 
         DeviceMemoryError, match=r"rank 0's part of the model .*start more ranks.*smaller --max-model-len"
     ):
         LLM("--model", str(tmp_path), *OPTIONS)
+
+
+def test_close_gives_the_memory_back(tmp_path: Path) -> None:
+    """Also while the closed one has a name: `llm = LLM(...)` makes the next before it lets go of the one before."""
+    save_model(tmp_path)
+    llm = LLM("--model", str(tmp_path), *OPTIONS)
+    llm.generate([[5]], GREEDY)
+    held = [weakref.ref(llm._assembly.runner), weakref.ref(llm._assembly.scheduler)]
+    llm.close()
+    assert [ref() for ref in held] == [None, None]
+    llm.close()
+
+
+def test_one_call_at_a_time(tmp_path: Path) -> None:
+    """A second one, of another thread or of on_tokens, is refused and spoils nothing."""
+    save_model(tmp_path)
+    llm = LLM("--model", str(tmp_path), *OPTIONS)
+    said = []
+
+    def again(_: int) -> None:
+        with pytest.raises(RuntimeError, match=r"another generate\(\) of this LLM runs"):
+            llm.generate([[6]], GREEDY)
+        said.append(threading.current_thread().name)
+        if threading.current_thread() is threading.main_thread():
+            thread = threading.Thread(target=again, args=(0,))
+            thread.start()
+            thread.join()
+
+    try:
+        alone = llm.generate([[5]], GREEDY)[0].token_ids
+        assert llm.generate([[5]], GREEDY, on_tokens=again)[0].token_ids == alone
+    finally:
+        llm.close()
+    assert len(set(said)) > 1
+
+
+def test_ids_of_any_integer_type(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    llm = LLM("--model", str(tmp_path), *OPTIONS)
+    try:
+        results = llm.generate([[5, 6], np.array([5, 6]), torch.tensor([5, 6])], GREEDY)
+        assert [json.dumps(result.prompt_ids) for result in results] == ["[5, 6]"] * 3
+        assert len({tuple(result.token_ids) for result in results}) == 1
+        for wrong in ([5.0], ["t5"], [None]):
+            with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
+                llm.generate([wrong], GREEDY)
+    finally:
+        llm.close()
+
+
+FORKED = """
+import multiprocessing, sys
+from spmd_serve.llm import LLM
+from spmd_serve.types import SamplingParams
+
+llm = LLM(*sys.argv[1:])
+params = SamplingParams(max_tokens=2, temperature=0.0)
+llm.generate([[5] * 40], params)
+child = multiprocessing.get_context("fork").Process(target=llm.generate, args=([[5] * 40], params))
+child.start()
+child.join(30)
+print(child.exitcode)
+child.kill()
+print(len(llm.generate([[5]], params)))
+llm.close()
+"""
+
+
+def test_a_fork_is_refused(tmp_path: Path) -> None:
+    """It would wait for threads that only the other process has."""
+    save_model(tmp_path)
+    command = [sys.executable, "-c", FORKED, "--model", str(tmp_path), *OPTIONS]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.split() == ["1", "1"]
+    assert "this LLM was made before a fork" in done.stderr
