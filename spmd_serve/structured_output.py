@@ -26,7 +26,9 @@ from spmd_serve.tokenizer_files import read_tokenizer
 # grammars have more the longer the text, and cost the square of it: with 20,000 a mask took 1.6 s, which every row waits for.
 MAX_SYMBOLS = 5000
 MAX_ROW_ITEMS = 5000
-STACK = 256 * 2**20  # bytes, of which only those touched are taken; 64 KB of definitions that name each other need 40 MB
+STACK = (
+    256 * 2**20
+)  # bytes, of which only those touched are taken; 64 KB of definitions that name each other need 40 MB
 KEPT = 64  # compiled grammars; a few MB each at most
 
 

@@ -31,7 +31,9 @@ MAX_NESTING = 64  # of a JSON schema
 MAX_COMPILE_SECONDS = 0.2  # of CPU time; what is within MAX_SYMBOLS and ordinary takes up to 0.05 s
 COMPILE_PATIENCE = 2.0  # seconds that a request waits for its grammar; `.*` 16,000 times takes 30 s, within all limits
 MAX_MULTIPLE = 10_000
-MAX_GBNF = 4_000_000  # bytes times rules: what llguidance's converter, in Python, costs; this much 0.5 s, 64 KB of rules 18 s
+MAX_GBNF = (
+    4_000_000  # bytes times rules: what llguidance's converter, in Python, costs; this much 0.5 s, 64 KB of rules 18 s
+)
 UNSATISFIABLE = "Unsatisfiable schema: "  # as llguidance begins what it says of a JSON schema that no text fits
 LEAST_INTEGER = -(2**63) + 1024  # the least one that llguidance, which makes a double of it, can have for a minimum
 JSON_DEFAULTS: Any = {"whitespace_flexible": False}  # free whitespace lets a model emit blanks until max_tokens
