@@ -26,7 +26,8 @@ from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.types import MAX_SEED, ModelInfo, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions without max_tokens
-MAX_TOKENIZED = 2**20  # characters of /tokenize: more would hold a tokenizer thread for seconds
+# Characters of /tokenize: more would hold a tokenizer thread for seconds. Ids of /detokenize: each may be 100 characters.
+MAX_TOKENIZED = 2**20
 MAX_PROMPT_LOGPROBS = 2**20  # log-probabilities of prompt tokens in one answer: each costs some 10 us and 100 bytes
 
 
@@ -176,6 +177,11 @@ class Planner:
         """Answer of a /detokenize body."""
         body = parse_body(data, DetokenizeBody)
         self.check_model(body.model)
+        if len(body.tokens) > MAX_TOKENIZED:
+            raise RequestError(
+                f"there are {len(body.tokens)} tokens; at most {MAX_TOKENIZED} are made text in one request, split them",
+                param="tokens",
+            )
         self._check_ids("tokens", body.tokens)
         return {"prompt": self._tokenizer.decode(body.tokens, bool(body.skip_special_tokens))}
 

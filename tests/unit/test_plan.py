@@ -14,7 +14,7 @@ from spmd_serve.config import Config, SchedulerOptions, ServerOptions
 from spmd_serve.errors import RequestError
 from spmd_serve.frontend.chat import ChatTemplate, find_template
 from spmd_serve.frontend.grammar import GrammarCompiler
-from spmd_serve.frontend.plan import Plan, Planner
+from spmd_serve.frontend.plan import MAX_TOKENIZED, Plan, Planner
 from spmd_serve.frontend.schemas import (
     HARMLESS,
     Body,
@@ -337,6 +337,13 @@ def test_messages_as_templates_want_them() -> None:
         {"role": "tool", "content": "42", "tool_call_id": "1"},
         {"role": "user", "content": "thanks", "name": "Ann"},
     ]
+
+
+def test_detokenize_is_bounded(planner: Planner) -> None:
+    """8 MiB of ids can be hundreds of MiB of text, held until its client has read it."""
+    with pytest.raises(RequestError, match="split them") as caught:
+        planner.detokenize(b'{"tokens":[' + b"5," * MAX_TOKENIZED + b"5]}")
+    assert caught.value.param == "tokens"
 
 
 def test_tokenize_and_detokenize(planner: Planner) -> None:
