@@ -135,6 +135,8 @@ class GenerationResponse(Response):
                 generation.sending_since = None
             if over:
                 return
+            if generation.ready:
+                await asyncio.sleep(0)  # a client that reads makes no `send` wait: let the others have their turn
             generation.push = push if started else None
             await generation.wait()
             generation.push = None
