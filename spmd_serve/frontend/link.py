@@ -23,8 +23,9 @@ from spmd_serve.types import Abort, Request, ServiceState, StepOutput
 
 UID_SHIFT = 40  # a uid is (frontend index << UID_SHIFT) + a counter
 # Bytes of requests after which the step loop goes on; the rest waits for the next steps. The step that takes a request in
-# has all ranks read it, and one client may send hundreds of sequences with prompts and biases of 100 KB each.
-INTAKE = 2**19
+# has all ranks read it, and one client may send hundreds of sequences with prompts and biases of 100 KB each. Not less,
+# because whoever comes behind them, and their aborts too, waits for as many steps.
+INTAKE = 2**20
 OUTBOX_LIMIT = 10_000  # step outputs that may wait for one frontend; beyond it the frontend is taken for dead
 
 
