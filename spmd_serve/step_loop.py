@@ -55,7 +55,7 @@ class Link(Protocol):
     """What rank 0's loop needs of the side that the requests come from."""
 
     def drain(self) -> tuple[list[Request], list[Abort]]:
-        """Everything that has been queued; does not wait."""
+        """What has been queued, in order, but no more than a step should take in; does not wait."""
 
     def wait(self, timeout_s: float) -> bool:
         """Until there is something to drain, or the loop is to look anew; False after `timeout_s`."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import orjson
+
 from spmd_serve.errors import RequestError
 from spmd_serve.frontend.generation import Choice, Generation
 from spmd_serve.frontend.logprobs import make_prompt_json, prompt_logprobs, take_logprobs
@@ -40,8 +42,11 @@ def finish_name(reason: FinishReason | None) -> str | None:
     return reason.value if reason in (FinishReason.STOP, FinishReason.LENGTH) else None
 
 
-def whole_answer(generation: Generation, identity: dict[str, Any], tokenizer: TextTokenizer) -> dict[str, Any]:
-    """The answer of a request that does not stream. `identity` has id, object, created, model, system_fingerprint."""
+def whole_answer(generation: Generation, identity: dict[str, Any], tokenizer: TextTokenizer) -> bytes:
+    """The answer of a request that does not stream. `identity` has id, object, created, model, system_fingerprint.
+
+    Each choice is made JSON by itself: all at once may be 600 MB, through which orjson would keep other threads waiting.
+    """
     plan = generation.plan
     choices = []
     for index, choice in enumerate(chosen(generation)):
@@ -56,8 +61,8 @@ def whole_answer(generation: Generation, identity: dict[str, Any], tokenizer: Te
         entry["finish_reason"] = finish_name(choice.finish)
         if plan.prompt_logprobs is not None and not plan.chat:
             entry["prompt_logprobs"] = prompt_logprobs(choice)
-        choices.append(entry)
-    answer = identity | {"choices": choices, "usage": generation.usage()}
+        choices += [orjson.dumps(entry), b","]
+    rest: dict[str, Any] = {"usage": generation.usage()}
     if plan.prompt_logprobs is not None and plan.chat:
-        answer["prompt_logprobs"] = prompt_logprobs(generation.choices[0])
-    return answer
+        rest["prompt_logprobs"] = prompt_logprobs(generation.choices[0])
+    return b"".join([orjson.dumps(identity)[:-1], b',"choices":[', *choices[:-1], b"],", orjson.dumps(rest)[1:]])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -65,7 +66,7 @@ class Choice:
     step: Callable[[int], str] = field(init=False)
     min_tokens: int = field(init=False)
     text: str = ""
-    logprobs: list[tuple[int, TokenLogprobs]] = field(default_factory=list)
+    logprobs: deque[tuple[int, TokenLogprobs]] = field(default_factory=deque)
     prompt_logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     num_tokens: int = 0
     cached_tokens: int = 0

@@ -17,7 +17,8 @@ from spmd_serve.frontend.responses import CONNECTION
 
 HEAD_TIMEOUT = 30.0  # seconds from a connection, or a request's first byte, to its complete head
 UNREAD_LIMIT = 60.0  # seconds in which a client must read something of a finished answer
-MAX_HEAD = 64 * 1024  # bytes of request line and headers
+MAX_HEAD = 64 * 1024  # bytes of request line and headers; of what else comes that is no body, as trailers are
+MAX_PIPELINED = 2048  # requests of a connection that wait for the answers to those before them
 LEFT_INTERVAL = 0.25  # seconds between looks whether a client has left whose connection is not read
 
 _FULL_BODY = orjson.dumps(error_body(OverloadedError("too many connections (--max-connections); try later")))
@@ -112,6 +113,7 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
 
     _in_head = True  # a request's head is expected or incomplete
     _head_came = False  # in the data that is being handled
+    _body_came = False  # the same
     _head_size = 0
     _head_timer: asyncio.TimerHandle | None = None
     _left_timer: asyncio.TimerHandle | None = None
@@ -131,24 +133,31 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         self._head_timer = self.loop.call_later(HEAD_TIMEOUT, transport.abort)
 
     def data_received(self, data: bytes) -> None:
-        only_head = self._in_head
-        self._head_came = False
+        in_head = self._in_head
+        self._head_came = self._body_came = False
         super().data_received(data)
         if self.flow.read_paused and self._left_timer is None:
             self._left_timer = self.loop.call_later(LEFT_INTERVAL, self._look_whether_left)
-        if not (only_head and self._in_head) or self._head_came:
+        if in_head != self._in_head or self._head_came or self._body_came:
             return
-        self._head_size += len(data)
+        self._head_size += len(data)  # or of a body's frame: a chunk's extension, trailers
         answering = self.cycle is not None and not self.cycle.response_complete
         if self._head_size > MAX_HEAD:
-            self._abandon()
-            self.transport.abort()
-        elif self._head_timer is None and not answering:
+            self._cut_off()
+        elif in_head and self._head_timer is None and not answering:
             self._head_timer = self.loop.call_later(HEAD_TIMEOUT, self.transport.abort)
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        if self._in_head:  # nobody reads trailers, and uvicorn would keep them, however many come
+            super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
         if self.parser.should_upgrade():
             return  # the parser reads it again
+        if len(self.pipeline) >= MAX_PIPELINED:
+            # uvicorn reads no further, but what it has read at once may be ten thousand heads: a second and 100 MB.
+            self._cut_off()
+            raise httptools.HttpParserError("too many requests at once")
         self._in_head = False
         self._head_came = True
         self._head_size = 0
@@ -158,6 +167,11 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         if self.scope["http_version"] != "1.1":
             _answer_http_1_0(self.cycle)
         self.scope["extensions"] = {CONNECTION: DirectConnection(self.cycle)}  # type: ignore[dict-item]
+
+    def on_body(self, body: bytes) -> None:
+        self._body_came = True
+        self._head_size = 0
+        super().on_body(body)
 
     def on_message_complete(self) -> None:
         if self.parser.should_upgrade():
@@ -207,6 +221,14 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
             cycle.disconnected = True
             cycle.message_event.set()
         self._unfinished.clear()
+
+    def _cut_off(self) -> None:
+        self._abandon()
+        self.transport.abort()
+
+    def send_400_response(self, msg: str) -> None:
+        if not self.transport.is_closing():  # as it is when the parser has been stopped by `_cut_off`
+            super().send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_head_timer()

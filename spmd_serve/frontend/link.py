@@ -22,6 +22,10 @@ from spmd_serve.errors import FrontendError
 from spmd_serve.types import Abort, Request, ServiceState, StepOutput
 
 UID_SHIFT = 40  # a uid is (frontend index << UID_SHIFT) + a counter
+# Bytes of requests after which the step loop goes on; the rest waits for the next steps. The step that takes a request in
+# has all ranks read it, and one client may send hundreds of sequences with prompts and biases of 100 KB each. Not less,
+# because whoever comes behind them, and their aborts too, waits for as many steps.
+INTAKE = 2**20
 OUTBOX_LIMIT = 10_000  # step outputs that may wait for one frontend; beyond it the frontend is taken for dead
 
 
@@ -33,7 +37,7 @@ class LinkAddress(msgspec.Struct, frozen=True):
 
 
 class ToCore(msgspec.Struct, array_like=True):
-    """One message from a frontend. `hello` is sent once, when it can take output."""
+    """One message from a frontend, with one request at most. `hello` is sent once, when it can take output."""
 
     requests: list[Request] = []
     aborts: list[Abort] = []
@@ -100,7 +104,7 @@ class CoreLink:
                 raise FrontendError(f"the HTTP frontend did not connect within {timeout_s:g} s")
 
     def drain(self) -> tuple[list[Request], list[Abort]]:
-        """Everything that the frontends have queued, in order; does not wait.
+        """What the frontends have queued, in order, up to INTAKE bytes; does not wait.
 
         Raises:
             FrontendError: a frontend has died or does not take its output.
@@ -111,15 +115,19 @@ class CoreLink:
             raise FrontendError(self._failure)
         requests: list[Request] = []
         aborts: list[Abort] = []
-        while True:
+        taken = 0
+        while taken < INTAKE:
             try:
-                message = self._decoder.decode(self._inbox.recv(zmq.NOBLOCK))
+                data = self._inbox.recv(zmq.NOBLOCK)
             except zmq.Again:
-                return requests, aborts
+                break
+            taken += len(data)
+            message = self._decoder.decode(data)
             requests += message.requests
             aborts += message.aborts
             if message.hello is not None:
                 self._hellos.add(message.hello)
+        return requests, aborts
 
     def wait(self, timeout_s: float) -> bool:
         """Wait until there is something to drain, or `wake`; True when there is, False after `timeout_s`."""
@@ -196,8 +204,10 @@ class FrontLink:
         self._inbox.send(self._encoder.encode(ToCore(hello=self.index)))
 
     def send(self, requests: list[Request], aborts: list[Abort]) -> None:
-        """Queue requests and aborts for the step loop; never waits."""
-        self._inbox.send(self._encoder.encode(ToCore(requests, aborts)))
+        """Queue requests and aborts for the step loop, each request as a message (see INTAKE); never waits."""
+        for request in requests[:-1]:
+            self._inbox.send(self._encoder.encode(ToCore([request])))
+        self._inbox.send(self._encoder.encode(ToCore(requests[-1:], aborts)))
 
     def receive(self, limit: int) -> list[ToFrontend]:
         """Up to `limit` messages that have come; does not wait."""

@@ -1,7 +1,8 @@
 """The JSON of log-probabilities, in the shapes of OpenAI and vLLM.
 
-Those of a prompt can be a million numbers. They are made once for all choices of the prompt, on a thread
-(`make_prompt_json`), and kept as bytes, so that the event loop only copies them.
+There can be millions of numbers. So each token's JSON is made by itself, and only bytes are kept: objects would have Python's
+garbage collector, which nobody can interrupt, go through all of them again and again. Those of a prompt are made once for
+all its choices, on a thread (`make_prompt_json`), so that the event loop only copies them.
 """
 
 from __future__ import annotations
@@ -30,8 +31,7 @@ def make_prompt_json(choice: Choice, tokenizer: TextTokenizer) -> None:
     if plan.prompt_logprobs is not None:
         prompt_logprobs = _json_list(_prompt_entry(*item, plan.prompt_logprobs, tokenizer) for item in items)
     if plan.echo and plan.logprobs is not None:
-        lists = _completion_lists(items, choice.prompt.offsets, plan.logprobs, tokenizer)
-        echoed = {name: _json_list(values) for name, values in lists.items()}
+        echoed = _completion_lists(items, choice.prompt.offsets, plan.logprobs, tokenizer)
     choice.prompt_json = PromptJson(prompt_logprobs, echoed)
 
 
@@ -41,19 +41,21 @@ def prompt_logprobs(choice: Choice) -> orjson.Fragment:
     return orjson.Fragment(choice.prompt_json.prompt_logprobs)
 
 
-def take_logprobs(choice: Choice, tokenizer: TextTokenizer) -> dict[str, Any] | None:
-    """The choice's log-probabilities that have not been taken yet, in the shape of its endpoint."""
+def take_logprobs(choice: Choice, tokenizer: TextTokenizer, most: int | None = None) -> dict[str, Any] | None:
+    """The choice's log-probabilities that have not been taken yet, of `most` tokens, in the shape of its endpoint."""
     plan = choice.generation.plan
     if plan.logprobs is None:
         return None
-    items, choice.logprobs = choice.logprobs, []
+    count = len(choice.logprobs) if most is None else min(most, len(choice.logprobs))
+    items = [choice.logprobs.popleft() for _ in range(count)]
     if plan.chat:
-        return _chat_lists(items, plan.logprobs, tokenizer)
+        content = _json_list(_chat_entry(*item, plan.logprobs, tokenizer) for item in items)
+        return {"content": orjson.Fragment(content), "refusal": None}
     lists = _completion_lists(items, _take_offsets(choice, items, tokenizer), plan.logprobs, tokenizer)
-    if not plan.echo or choice.taken:
-        return lists
-    assert choice.prompt_json is not None
-    return {name: _joined(choice.prompt_json.echoed[name], values) for name, values in lists.items()}
+    if plan.echo and not choice.taken:
+        assert choice.prompt_json is not None
+        lists = {name: _joined(choice.prompt_json.echoed[name], values) for name, values in lists.items()}
+    return {name: orjson.Fragment(values) for name, values in lists.items()}
 
 
 def _json_list(values: Iterable[Any]) -> bytes:
@@ -61,9 +63,9 @@ def _json_list(values: Iterable[Any]) -> bytes:
     return b"[" + b",".join(map(orjson.dumps, values)) + b"]"
 
 
-def _joined(head: bytes, tail: list[Any]) -> orjson.Fragment:
-    """A JSON list that is not empty, and what follows."""
-    return orjson.Fragment(head[:-1] + b"," + orjson.dumps(tail)[1:] if tail else head)
+def _joined(head: bytes, tail: bytes) -> bytes:
+    """A JSON list that is not empty, and one that follows."""
+    return head if tail == b"[]" else head[:-1] + b"," + tail[1:]
 
 
 def _take_offsets(choice: Choice, items: Sequence[Item], tokenizer: TextTokenizer) -> list[int]:
@@ -86,36 +88,34 @@ def _best(logprobs: TokenLogprobs, top: int) -> Iterable[tuple[int, float]]:
 
 
 def _completion_lists(
-    items: Sequence[Item], offsets: Sequence[int], top: int, tokenizer: TextTokenizer
-) -> dict[str, list[Any]]:
+    items: Sequence[Item], offsets: Iterable[int], top: int, tokenizer: TextTokenizer
+) -> dict[str, bytes]:
     """/v1/completions' four lists. The top ones always have the token itself, as OpenAI's do."""
-    own: list[float | None] = []
-    tops: list[dict[str, float] | None] = []
-    names = [tokenizer.token_name(token) for token, _ in items]
-    for name, (_, logprobs) in zip(names, items, strict=True):
+
+    def tops(name: str, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
         if logprobs is None:
-            own.append(None)
-            tops.append(None)
-            continue
-        own.append(_clip(logprobs.logprob))
+            return None
         best = {tokenizer.token_name(i): value for i, value in _best(logprobs, top)}
         best.setdefault(name, _clip(logprobs.logprob))
-        tops.append(best)
-    return {"tokens": names, "token_logprobs": own, "top_logprobs": tops, "text_offset": list(offsets)}
+        return best
+
+    names = [tokenizer.token_name(token) for token, _ in items]
+    return {
+        "tokens": _json_list(names),
+        "token_logprobs": _json_list(None if own is None else _clip(own.logprob) for _, own in items),
+        "top_logprobs": _json_list(tops(name, own) for name, (_, own) in zip(names, items, strict=True)),
+        "text_offset": _json_list(offsets),
+    }
 
 
-def _chat_lists(items: Sequence[tuple[int, TokenLogprobs]], top: int, tokenizer: TextTokenizer) -> dict[str, Any]:
-    """/v1/chat/completions' list of objects."""
+def _chat_entry(token: int, logprobs: TokenLogprobs, top: int, tokenizer: TextTokenizer) -> dict[str, Any]:
+    """One of /v1/chat/completions' list of objects."""
 
     def entry(token: int, logprob: float) -> dict[str, Any]:
         data = tokenizer.token_bytes(token)
         return {"token": data.decode(errors="replace"), "logprob": logprob, "bytes": list(data)}
 
-    content = [
-        entry(token, _clip(logprobs.logprob)) | {"top_logprobs": [entry(i, v) for i, v in _best(logprobs, top)]}
-        for token, logprobs in items
-    ]
-    return {"content": content, "refusal": None}
+    return entry(token, _clip(logprobs.logprob)) | {"top_logprobs": [entry(i, v) for i, v in _best(logprobs, top)]}
 
 
 def _prompt_entry(

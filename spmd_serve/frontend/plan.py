@@ -26,8 +26,11 @@ from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.types import MAX_SEED, ModelInfo, SamplingParams
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's, for /v1/completions without max_tokens
-MAX_TOKENIZED = 2**20  # characters of /tokenize: more would hold a tokenizer thread for seconds
+# Characters of /tokenize: more would hold a tokenizer thread for seconds. Ids of /detokenize: each may be 100 characters.
+MAX_TOKENIZED = 2**20
 MAX_PROMPT_LOGPROBS = 2**20  # log-probabilities of prompt tokens in one answer: each costs some 10 us and 100 bytes
+MAX_LOGPROBS = 2**23  # the same of generated tokens, held until the answer is whole or its client has read them
+MAX_ECHOED = 2**26  # characters of prompts in one answer
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,6 +179,11 @@ class Planner:
         """Answer of a /detokenize body."""
         body = parse_body(data, DetokenizeBody)
         self.check_model(body.model)
+        if len(body.tokens) > MAX_TOKENIZED:
+            raise RequestError(
+                f"there are {len(body.tokens)} tokens; at most {MAX_TOKENIZED} are made text in one request, split them",
+                param="tokens",
+            )
         self._check_ids("tokens", body.tokens)
         return {"prompt": self._tokenizer.decode(body.tokens, bool(body.skip_special_tokens))}
 
@@ -328,6 +336,13 @@ class Planner:
                 param="n",
             )
         self._check_prompt_logprobs(body, prompts, params.prompt_logprobs, best_of)
+        self._check_logprobs(prompts, params.logprobs, best_of, "top_logprobs" if chat else "logprobs")
+        echoed = best_of * sum(len(p.echo_text) for p in prompts)
+        if echoed > MAX_ECHOED:
+            raise RequestError(
+                f"echo asks for {echoed} characters (choices x prompts); at most {MAX_ECHOED} are answered",
+                param="echo",
+            )
         options = body.stream_options
         if options is not None and (options.include_usage or options.continuous_usage_stats) and not body.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")
@@ -355,6 +370,17 @@ class Planner:
             cache_salt=body.cache_salt or "",
             user=body.user or "",
         )
+
+    def _check_logprobs(self, prompts: list[Prompt], top: int | None, best_of: int, field: str) -> None:
+        if top is None:
+            return
+        count = best_of * sum(p.max_tokens for p in prompts) * (top + 1)
+        if count > MAX_LOGPROBS:
+            raise RequestError(
+                f"{field} asks for up to {count} log-probabilities (choices x max_tokens x top ones); at most {MAX_LOGPROBS} "
+                "are answered, lower max_tokens",
+                param=field,
+            )
 
     def _check_prompt_logprobs(self, body: Generate, prompts: list[Prompt], top: int | None, best_of: int) -> None:
         if top is None:

@@ -97,8 +97,9 @@ class GenerationResponse(Response):
             response = await asyncio.get_running_loop().run_in_executor(self._threads, self._answer)
             await response(scope, receive, send)
 
-    def _answer(self) -> JsonResponse:
-        return JsonResponse(whole_answer(self._generation, self._identity, self._tokenizer))
+    def _answer(self) -> Response:
+        body = whole_answer(self._generation, self._identity, self._tokenizer)
+        return Response(body, media_type=JsonResponse.media_type)
 
     async def _stream(self, send: Send) -> None:
         """Send events as they come, the head with the first one, so that what fails before it gets its own status.
@@ -135,6 +136,8 @@ class GenerationResponse(Response):
                 generation.sending_since = None
             if over:
                 return
+            if generation.ready:
+                await asyncio.sleep(0)  # a client that reads makes no `send` wait: let the others have their turn
             generation.push = push if started else None
             await generation.wait()
             generation.push = None

@@ -17,6 +17,8 @@ from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.types import FinishReason
 
 DONE = b"data: [DONE]\n\n"
+# Log-probabilities made into JSON in one go, at some 2 us each. A client that does not read for a while lets millions pile up.
+MAX_TAKEN = 8192
 
 
 class EventStream:
@@ -43,12 +45,23 @@ class EventStream:
         return next((choice for choice in self._generation.ready if choice.prompt_json is None), None)
 
     def take(self) -> bytes:
-        """All events that are ready (none may be unprepared); b"" when there are none."""
-        ready = self._generation.ready
-        if not ready:
-            return b""
-        self._generation.ready = []
-        return b"".join([self._take_choice(choice) for choice in ready])
+        """Events of what is ready (none may be unprepared); b"" when nothing is. What is too much at once stays ready."""
+        generation = self._generation
+        ready, generation.ready = generation.ready, []
+        if generation.plan.logprobs is None:
+            return b"".join([self._take_choice(choice) for choice in ready])
+        events = []
+        tokens = max(1, MAX_TAKEN // (generation.plan.logprobs + 1))
+        while ready and tokens > 0:
+            choice = ready[0]
+            tokens_before = len(choice.logprobs)
+            events.append(self._take_choice(choice, tokens))
+            tokens -= max(1, tokens_before)
+            choice.queued = bool(choice.logprobs)
+            if not choice.queued:
+                del ready[0]
+        generation.ready = ready
+        return b"".join(events)
 
     def end(self) -> bytes:
         """The last events: an error if there was one, usage if it was asked for, and [DONE]."""
@@ -59,19 +72,21 @@ class EventStream:
             return self._head + b'],"usage":' + orjson.dumps(generation.usage()) + b"}\n\n" + DONE
         return DONE
 
-    def _take_choice(self, choice: Choice) -> bytes:
+    def _take_choice(self, choice: Choice, tokens: int = 0) -> bytes:
+        """`tokens`: how many may have their log-probabilities shown."""
         choice.queued = False
         text, choice.text = choice.text, ""
         if choice.finish is FinishReason.ERROR and not text:
+            choice.logprobs.clear()
             return b""  # the error has an event of its own
         if choice.taken and choice.finish is None and self._plain:
             return self._prefixes[choice.index] + orjson.dumps(text) + self._plain_end
-        return self._full_event(choice, text)
+        return self._full_event(choice, text, tokens)
 
-    def _full_event(self, choice: Choice, text: str) -> bytes:
+    def _full_event(self, choice: Choice, text: str, tokens: int = 0) -> bytes:
         """An event with everything that the plain ones never have: role, log-probabilities, finish_reason, usage."""
         plan = self._generation.plan
-        logprobs = take_logprobs(choice, self._tokenizer)
+        logprobs = take_logprobs(choice, self._tokenizer, tokens)
         entry: dict[str, Any] = {"index": choice.index}
         if self._chat:
             delta = {} if choice.taken else {"role": "assistant"}
@@ -79,7 +94,8 @@ class EventStream:
         else:
             entry["text"] = choice.prompt.echo_text + text if plan.echo and not choice.taken else text
         entry["logprobs"] = logprobs
-        entry["finish_reason"] = finish_name(choice.finish)
+        # It comes with the last of them.
+        entry["finish_reason"] = None if choice.logprobs else finish_name(choice.finish)
         if plan.prompt_logprobs is not None and not choice.taken:
             entry["prompt_logprobs"] = prompt_logprobs(choice)
         choice.taken = True

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
+import time
 from typing import Any
 
 import httpx
@@ -141,3 +142,23 @@ def test_an_unexpected_failure_is_a_500_with_a_body(service: FakeService, monkey
     error = check_error(response, 500)
     assert "a bug" not in json.dumps(error)
     assert serves(service)
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+@pytest.mark.parametrize("piece", [b"[],", b'{"a":[]},', b'"[",[],'])
+def test_a_million_lists(service: FakeService, path: str, piece: bytes) -> None:
+    """They held the interpreter, and with it every stream, for two seconds."""
+    data = b'{"prompt":[' + piece * ((BODY_LIMIT - 100) // len(piece)) + b"[]]}"
+    error = check_error(service.http.post(path, content=data), 400)
+    assert "lists and objects" in error["message"]
+    assert serves(service)
+
+
+def test_a_text_of_brackets(service: FakeService) -> None:
+    """They are no lists; and strings are told from the rest in linear time, also those that do not end."""
+    text = '[{"' * 2**18
+    error = check_error(service.http.post("/v1/completions", json={"prompt": text}), 400, "prompt")
+    assert error["code"] == "context_length_exceeded"
+    began = time.monotonic()
+    check_error(service.http.post("/v1/completions", content=b"[" * 2**19 + b'"' + b'\\"' * 2**21), 400)
+    assert time.monotonic() - began < 5  # 0.1 alone; days if it were quadratic

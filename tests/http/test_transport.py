@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import logging
@@ -350,3 +351,52 @@ def test_what_is_no_request_is_not_logged() -> None:
             assert server.communicate(timeout=60)[1] == b""
         finally:
             server.kill()
+
+
+# ---- what is neither head nor body --------------------------------------------------------------------------------
+
+CHUNKED = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+
+
+@pytest.mark.parametrize(
+    ("begin", "piece"),
+    [
+        (b"2\r\n{}\r\n0\r\n", b"a: b\r\n" * 4096),
+        (b"2\r\n{}\r\n0\r\na: ", b"b" * 16384),
+        (b"1;", b"b" * 16384),
+    ],
+    ids=["trailers", "a trailer", "a chunk's extension"],
+)
+def test_frames_without_end(service: FakeService, begin: bytes, piece: bytes) -> None:
+    """uvicorn keeps trailers, and httptools puts a long one together in quadratic time: 60 MiB took 1.2 GB, or seconds."""
+    with connect(service) as connection, pytest.raises(ConnectionError):
+        connection.sendall(CHUNKED + begin)
+        for _ in range(4096):
+            connection.sendall(piece)
+    assert service.http.get("/health").status_code == 200
+
+
+def test_a_few_trailers(service: FakeService) -> None:
+    body = json.dumps(WHOLE).encode()
+    data = CHUNKED + b"%x\r\n%b\r\n0\r\nExpires: never\r\n\r\n" % (len(body), body)
+    with connect(service) as connection:
+        for _ in range(2):
+            connection.sendall(data)
+            assert [text_of(answer) for answer in answers(connection, 1)] == [TEXT]
+
+
+def test_ten_thousand_requests_at_once(service: FakeService) -> None:
+    """They would be taken in at once: 1.2 s of the event loop for each 256 KiB, and 5 KB of memory for each request."""
+    service.core.paused.set()
+    try:
+        with connect(service) as connection:
+            connection.sendall(post(LONG))
+            wait_until("the first request is there", lambda: service.core.busy == 1, 10)
+            with contextlib.suppress(ConnectionError):
+                connection.sendall(b"GET / HTTP/1.1\r\n\r\n" * 10_000)
+            wait_until("the connection is cut, and its work is aborted", lambda: service.core.busy == 0, 10)
+    finally:
+        service.core.paused.clear()
+    with connect(service) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 200)
+        assert [status for status, _ in answers(connection, 200)] == [200] * 200

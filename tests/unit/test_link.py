@@ -6,13 +6,14 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import zmq
 
 from spmd_serve.errors import FrontendError
-from spmd_serve.frontend.link import UID_SHIFT, CoreLink, FrontLink, LinkAddress, ToFrontend, split_output
+from spmd_serve.frontend.link import INTAKE, UID_SHIFT, CoreLink, FrontLink, LinkAddress, ToFrontend, split_output
 from spmd_serve.types import (
     Abort,
     Finish,
@@ -93,6 +94,24 @@ def test_everything_arrives_as_it_was_sent(transport: str, tmp_path: Path) -> No
         core.set_state(ServiceState.DRAINING, "why")
         message = receive(front)
         assert (message.state, message.reason) == (ServiceState.DRAINING, "why")
+
+
+@pytest.mark.parametrize("transport", ["inproc", "ipc"])
+def test_many_large_requests_come_in_parts(transport: str, tmp_path: Path) -> None:
+    """A step takes in what it is given, on all ranks: 75 MB of prompts would keep the streams waiting for seconds."""
+    prompt = bytes(INTAKE // 8)
+    requests = [replace(REQUEST, uid=uid, prompt=prompt) for uid in range(40)]
+    with linked(transport, tmp_path) as (core, (front,)):
+        front.send(requests, [Abort(39)])
+        came: list[Request] = []
+        aborts: list[Abort] = []
+        while not aborts:
+            assert core.wait(5)
+            some, aborts = core.drain()
+            assert len(some) <= 8
+            came += some
+        assert came == requests
+        assert aborts == [Abort(39)]
 
 
 def test_outputs_go_to_the_frontend_of_their_uid(tmp_path: Path) -> None:

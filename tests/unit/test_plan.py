@@ -14,7 +14,7 @@ from spmd_serve.config import Config, SchedulerOptions, ServerOptions
 from spmd_serve.errors import RequestError
 from spmd_serve.frontend.chat import ChatTemplate, find_template
 from spmd_serve.frontend.grammar import GrammarCompiler
-from spmd_serve.frontend.plan import Plan, Planner
+from spmd_serve.frontend.plan import MAX_TOKENIZED, Plan, Planner
 from spmd_serve.frontend.schemas import (
     HARMLESS,
     Body,
@@ -203,6 +203,24 @@ def test_prompt_logprobs_are_bounded(planner: Planner) -> None:
     refused(chat, planner, "prompt_logprobs", {"prompt_logprobs": 20, "n": 128, "messages": HELLO * 100})
 
 
+def test_logprobs_of_generated_tokens_are_bounded(planner: Planner) -> None:
+    """128 choices of 8,000 tokens would be 22 million of them: gigabytes of memory."""
+    many = {"logprobs": 20, "n": 128}
+    completion(planner, **many, max_tokens=3000)
+    chat(planner, logprobs=True, top_logprobs=20, n=40)
+    refused(completion, planner, "logprobs", many | {"max_tokens": 4000})
+    refused(completion, planner, "logprobs", many | {"prompt": ["a", "b"], "max_tokens": 2000})
+    refused(chat, planner, "top_logprobs", {"logprobs": True, "top_logprobs": 20, "n": 128, "messages": HELLO})
+
+
+def test_echoed_prompts_are_bounded(planner: Planner) -> None:
+    prompt = [5] * 8000 + [max(range(VOCAB), key=lambda i: len(bundled_tokenizer().token_bytes(i)))] * 100
+    completion(planner, prompt=prompt, echo=True, n=128)
+    longest = [prompt[-1]] * 8000
+    refused(completion, planner, "echo", {"prompt": [longest] * 2, "echo": True, "n": 128})
+    completion(planner, prompt=[longest] * 2, n=128)
+
+
 def test_null_is_the_same_as_absent(planner: Planner) -> None:
     for schema, make in ((CompletionBody, completion), (ChatBody, chat)):
         names = set(schema.model_fields) | set(schema.refused_fields)
@@ -337,6 +355,13 @@ def test_messages_as_templates_want_them() -> None:
         {"role": "tool", "content": "42", "tool_call_id": "1"},
         {"role": "user", "content": "thanks", "name": "Ann"},
     ]
+
+
+def test_detokenize_is_bounded(planner: Planner) -> None:
+    """8 MiB of ids can be hundreds of MiB of text, held until its client has read it."""
+    with pytest.raises(RequestError, match="split them") as caught:
+        planner.detokenize(b'{"tokens":[' + b"5," * MAX_TOKENIZED + b"5]}")
+    assert caught.value.param == "tokens"
 
 
 def test_tokenize_and_detokenize(planner: Planner) -> None:

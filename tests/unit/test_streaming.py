@@ -13,8 +13,8 @@ from support.fake_service import MODEL, bundled_tokenizer
 from spmd_serve.frontend.generation import Choice, Generation
 from spmd_serve.frontend.metrics import Metrics
 from spmd_serve.frontend.plan import Plan, Prompt
-from spmd_serve.frontend.streaming import DONE, EventStream
-from spmd_serve.types import FinishReason, SamplingParams, StepStats
+from spmd_serve.frontend.streaming import DONE, MAX_TAKEN, EventStream
+from spmd_serve.types import FinishReason, SamplingParams, StepStats, TokenLogprobs
 
 IDENTITY = {"id": "x-1", "object": "o", "created": 1, "model": MODEL, "system_fingerprint": "fp"}
 
@@ -70,6 +70,42 @@ def events(data: bytes) -> list[dict[str, Any]]:
     parts = data.split(b"\n\n")[:-1]
     assert all(part.startswith(b"data: ") for part in parts)
     return [orjson.loads(part[6:]) for part in parts]
+
+
+@pytest.mark.parametrize("chat", [False, True])
+def test_piled_up_logprobs_are_taken_piece_by_piece(chat: bool) -> None:
+    """All at once, what a client lets pile up in a minute would hold the event loop for many seconds."""
+    generation, stream = make(chat, n=2, logprobs=20)
+    number = 3 * MAX_TAKEN // 21
+    for choice in generation.choices:
+        choice.logprobs.extend((i, TokenLogprobs(-1.0, 1, [i] * 20, [-1.0] * 20)) for i in range(number))
+        give(generation, choice.index, "text", FinishReason.LENGTH)
+    texts, tokens, ends = ["", ""], [0, 0], [0, 0]
+    takes = 0
+    while data := stream.take():
+        takes += 1
+        assert len(data) < 200 * MAX_TAKEN
+        for event in events(data):
+            entry = event["choices"][0]
+            shown = entry["logprobs"]["content" if chat else "tokens"]
+            assert not ends[entry["index"]] and len(shown) <= MAX_TAKEN // 21
+            tokens[entry["index"]] += len(shown)
+            ends[entry["index"]] = entry["finish_reason"] == "length"
+            texts[entry["index"]] += (entry["delta"].get("content", "") if chat else entry["text"]) or ""
+    assert takes >= 6
+    assert (texts, tokens, ends) == (["text"] * 2, [number] * 2, [True] * 2)
+    assert not generation.ready and not any(choice.queued for choice in generation.choices)
+
+
+def test_an_error_ends_piled_up_logprobs() -> None:
+    generation, stream = make(logprobs=0)
+    choice = generation.choices[0]
+    choice.logprobs.extend((i, TokenLogprobs(-1.0, 1)) for i in range(2 * MAX_TAKEN))
+    give(generation, 0, "text")
+    assert stream.take()
+    assert generation.ready == [choice]
+    choice.finish = FinishReason.ERROR
+    assert stream.take() == b"" and generation.ready == []
 
 
 @pytest.mark.parametrize("chat", [False, True])
