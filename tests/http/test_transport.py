@@ -223,7 +223,7 @@ def test_pipelined_requests_are_answered_in_order(service: FakeService) -> None:
 
 def test_streams_in_http_1_0_are_plain(start: Start) -> None:
     """Events as they are, to the end of the connection; also those that go past uvicorn, and for a client that would keep it."""
-    service = start(step_interval=0.005)
+    service = start(step_interval=0.1)
     for head in (b"", b"Connection: keep-alive\r\n"):
         with connect(service) as connection:
             connection.sendall(post(WHOLE | {"stream": True}, head, version=b"1.0"))
