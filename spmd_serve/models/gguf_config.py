@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from gguf import TokenType
+
 from spmd_serve.errors import UnsupportedModelError, WeightsError
 from spmd_serve.models.gguf_file import GgufFile
 
@@ -14,7 +16,6 @@ from spmd_serve.models.gguf_file import GgufFile
 _END_OF_TURN = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<end_of_turn>", "<|end|>")
 # Control tokens that end a text in every model that has them. A chat model's file names its end of turn as the EOS instead.
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "<eos>", "</s>")
-_CONTROL = 3  # tokenizer.ggml.token_type
 
 
 def write_configs(file: GgufFile, folder: Path) -> None:
@@ -184,6 +185,6 @@ def _eos_token_ids(file: GgufFile) -> tuple[int, ...]:
     written = [t for t in _END_OF_TURN if t in template]
     tokens, kinds = (file.meta.get(f"tokenizer.ggml.{name}", []) for name in ("tokens", "token_type"))
     by_text = [tokens.index(text) for text in written if text in tokens]
-    control = {text: i for i, (text, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == _CONTROL}
+    control = {text: i for i, (text, kind) in enumerate(zip(tokens, kinds, strict=False)) if kind == TokenType.CONTROL}
     by_text += [control[text] for text in _END_OF_TEXT if text in control]
     return tuple(dict.fromkeys(int(i) for i in [*named, *by_text] if i is not None))

@@ -69,9 +69,8 @@ class GgufFile:
             name = str(self.meta["general.architecture"])
         except (ValueError, LookupError, OSError, OverflowError, MemoryError, TypeError, struct.error) as error:
             raise WeightsError(f"{path} is damaged or no GGUF file ({one_line(error)}); fetch it again") from error
-        if any(
-            reader.byte_order == "S" for reader in readers
-        ):  # the library swaps its numbers, but not those in blocks
+        # The library swaps a file's numbers, but not those in the blocks of quantised weights.
+        if any(reader.byte_order == "S" for reader in readers):
             raise UnsupportedModelError(
                 f"{path} is a GGUF file for machines of the other byte order; fetch the little-endian one, or convert it with "
                 "`gguf-convert-endian FILE little`"

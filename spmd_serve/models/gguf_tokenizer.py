@@ -12,13 +12,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from gguf import TokenType
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, normalizers, pre_tokenizers, processors
 from tokenizers.models import BPE
 
 from spmd_serve.errors import UnsupportedModelError, WeightsError
 from spmd_serve.models.gguf_file import one_line
 
-_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4  # tokenizer.ggml.token_type
 _SPACE = "\u2581"
 
 _GPT2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -196,9 +196,9 @@ def _add_special_tokens(tokenizer: Tokenizer, meta: Mapping[str, Any], *, swallo
     special, plain = [], []
     for token, kind in zip(meta["tokenizer.ggml.tokens"], types, strict=False):
         rstrip = swallow_space and token not in ("<unk>", "<s>", "<|endoftext|>")
-        if kind in (_UNKNOWN, _CONTROL):
+        if kind in (TokenType.UNKNOWN, TokenType.CONTROL):
             special.append(AddedToken(token, normalized=False, special=True, rstrip=rstrip))
-        elif kind == _USER_DEFINED and tokenizer.token_to_id(token) is not None:
+        elif kind == TokenType.USER_DEFINED and tokenizer.token_to_id(token) is not None:
             plain.append(AddedToken(token, normalized=False, special=False, rstrip=rstrip))
     tokenizer.add_special_tokens(special)
     tokenizer.add_tokens(plain)
