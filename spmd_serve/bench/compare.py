@@ -20,7 +20,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
@@ -33,6 +33,7 @@ from spmd_serve.bench.serve import run_clients, split_options, started_server
 from spmd_serve.bench.stats import Timings
 from spmd_serve.bench.workloads import parse_count
 from spmd_serve.config import DEFAULT_MODEL, ModelOptions
+from spmd_serve.distributed.process import children_of
 from spmd_serve.distributed.ranks import RankInfo, threads_per_rank
 from spmd_serve.engine.build import pick_dtype
 from spmd_serve.errors import ConfigError
@@ -146,9 +147,9 @@ def own_engine(args: argparse.Namespace, folder: Path, dtype: str) -> Iterator[E
     """spmd_serve under torchrun."""
     threads = max(1, args.threads // args.ranks)
     server_args = f"--dtype {dtype} --threads {threads} --log-level warning {args.server_args}"
-    before = set(_children(os.getpid()))
+    before = set(children_of(os.getpid()))
     with started_server(str(folder), args.ranks, server_args, OMP_NUM_THREADS=str(threads)) as url:
-        pids = tuple(p for child in set(_children(os.getpid())) - before for p in _family(child))
+        pids = tuple(p for child in set(children_of(os.getpid())) - before for p in _family(child))
         yield Engine(
             "spmd_serve", url, pids, {"ignore_eos": True, "stream_options": {"include_usage": True}}, done_line=True
         )
@@ -190,18 +191,9 @@ def _answers(url: str) -> bool:
         return False
 
 
-def _children(pid: int) -> list[int]:
-    """Child processes (Linux)."""
-    found: list[int] = []
-    for task in Path(f"/proc/{pid}/task").glob("*/children"):
-        with suppress(OSError):  # the thread has ended meanwhile
-            found += map(int, task.read_text().split())
-    return found
-
-
 def _family(pid: int) -> list[int]:
     """A process and all below it."""
-    return [pid, *(p for child in _children(pid) for p in _family(child))]
+    return [pid, *(p for child in children_of(pid) for p in _family(child))]
 
 
 # ---- the benchmark ------------------------------------------------------------------------------------------------

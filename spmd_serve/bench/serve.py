@@ -37,6 +37,7 @@ from spmd_serve.bench.dummy_core import DummyCore
 from spmd_serve.bench.stats import Timings, percentiles_ms
 from spmd_serve.bench.workloads import MAX_TOKEN_ID, parse_count, parse_range
 from spmd_serve.config import Config, ModelOptions, ServerOptions
+from spmd_serve.distributed.process import children_of
 from spmd_serve.errors import REFUSED, ConfigError
 from spmd_serve.frontend.server import Frontend, ProcessFrontend, start_frontend
 from spmd_serve.types import ModelInfo, ServiceState
@@ -232,10 +233,8 @@ def split_options(name: str, options: str) -> list[str]:
 
 def _stop(torchrun: int) -> None:
     """SIGTERM to one rank, upon which all of them leave: torchrun itself prints a traceback when it is signalled."""
-    children = Path(f"/proc/{torchrun}/task/{torchrun}/children")
-    ranks = children.read_text().split() if children.exists() else []
     with suppress(ProcessLookupError):  # it has just ended
-        os.kill(int(ranks[0]) if ranks else torchrun, signal.SIGTERM)
+        os.kill(next(iter(children_of(torchrun)), torchrun), signal.SIGTERM)
 
 
 @dataclass

@@ -118,6 +118,15 @@ def is_dead(pid: int) -> bool:
     return stat[0] in "ZX" if stat is not None else os.path.isdir("/proc/self")
 
 
+def children_of(pid: int) -> list[int]:
+    """The processes that a process has started and that live, those of its first thread first; none where there is no such process."""
+    found: list[int] = []
+    for thread in sorted(Path(f"/proc/{pid}/task").glob("[0-9]*"), key=lambda path: int(path.name)):
+        with contextlib.suppress(OSError):  # it has ended meanwhile
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
 def parent_of(pid: int) -> int | None:
     """The parent's pid, or None when there is no such process, or the kernel does not tell."""
     try:

@@ -15,6 +15,7 @@ from support.server import wait_until
 
 from spmd_serve.bench import serve
 from spmd_serve.bench.stats import Timings, percentiles_ms, quantile
+from spmd_serve.distributed.process import children_of
 from spmd_serve.errors import ConfigError
 
 
@@ -95,14 +96,7 @@ def _arguments(pid: int) -> str:
 
 def _offspring(pid: int) -> dict[int, str]:
     """Processes below it -> their arguments, those that have any."""
-    try:
-        children = [
-            int(child)
-            for task in Path(f"/proc/{pid}/task").iterdir()
-            for child in (task / "children").read_text().split()
-        ]
-    except (FileNotFoundError, ProcessLookupError):
-        return {}
+    children = children_of(pid)
     found = {child: _arguments(child) for child in children}
     for child in children:
         found |= _offspring(child)

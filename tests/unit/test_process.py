@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from spmd_serve.distributed.process import is_dead, parent_of, usable_cores
+from spmd_serve.distributed.process import children_of, is_dead, parent_of, usable_cores
 from spmd_serve.errors import REFUSED
 
 ALL = len(os.sched_getaffinity(0))
@@ -131,6 +131,8 @@ def test_a_process_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, limit)
         assert parent_of(child.pid) == os.getpid()
+        assert child.pid in children_of(os.getpid())
+        assert children_of(child.pid) == []
         child.kill()
         child.wait()
         assert is_dead(child.pid)
