@@ -136,8 +136,25 @@ def test_every_way_to_share_a_layer_out(features: int, size: int, tokens: int) -
             None,
             [WideConfig(40), WideConfig(80, 2, parts=True), WideConfig(128, 4, room=WHOLE_ROOM, parts=True)],
         ),
-        (5000, 1000, None, [WideConfig(126, room=WHOLE_ROOM), WideConfig(98)]),
-        (1002, 520, "gelu_tanh", [WideConfig(54), WideConfig(112, room=WHOLE_ROOM)]),
+        (
+            5120,
+            2560,
+            None,
+            [WideConfig(40, 2), WideConfig(160, 4, room=WHOLE_ROOM), WideConfig(256, 8, room=WHOLE_ROOM)],
+        ),
+        (
+            8704,
+            5120,
+            "silu",
+            [WideConfig(132, 2, room=WHOLE_ROOM), WideConfig(98, 3, room=WHOLE_ROOM), WideConfig(66, 2)],
+        ),
+        (5000, 1000, None, [WideConfig(126, room=WHOLE_ROOM), WideConfig(98), WideConfig(90, 3)]),
+        (
+            1002,
+            520,
+            "gelu_tanh",
+            [WideConfig(54), WideConfig(112, room=WHOLE_ROOM), WideConfig(30, 4), WideConfig(8, 2)],
+        ),
     ],
 )
 def test_wide(features: int, size: int, activation: str | None, configs: list[WideConfig], tokens: int) -> None:

@@ -25,6 +25,7 @@ from spmd_serve.kernels.gpu.norm import rms_norm
 from spmd_serve.kernels.gpu.wide import (
     HALF_ROOM,
     WHOLE_ROOM,
+    WIDE_GATED_ROWS,
     WIDE_ROWS,
     WIDE_TOKENS,
     WideConfig,
@@ -71,7 +72,7 @@ def skinny_linear(
         tokens, weight.shape[0], in_features, gated=gated, added=residual is not None, normed=scale is not None
     )
     if wide is not None:
-        normed = x if scale is None else rms_norm(x, scale, eps)
+        normed = x if scale is None else rms_norm(x, scale, eps, pass_on=True)
         summed = wide_linear(normed, weight, bias, activation, wide)
         if summed is not None:
             return summed if residual is None else add_parts_(summed, bias, residual, following)
@@ -88,7 +89,7 @@ MULTIPROCESSORS = 132
 MAX_TOKENS = 16
 MAX_WEIGHTS = 8 << 20  # of the gate alone in a gated layer
 MAX_COLUMNS = 4096
-LARGE = 16 << 20
+LONG_COLUMNS = 8192
 
 
 def choose_config(
@@ -109,27 +110,28 @@ def wide_config(
 ) -> WideConfig | None:
     """For 17 to 64 tokens; None where the matrix library is as good. By measurements of whole layers on an H200.
 
-    normed: a kernel before this one norms the input, as with several ranks; that pays in large gated layers alone. As many blocks as multiprocessors, or twice as many in a large gated layer; where the result is added to the residual,
-    each has a part of the columns, and so enough rows. In small layers the next kernel starts early.
+    normed: a kernel before this one norms the input, as with several ranks. Blocks share columns where they would have too
+    few rows for the tokens that each reads. A larger layer has two blocks a multiprocessor, which hide each other's gaps; with
+    long rows one does, and takes all of the memory.
     """
     features = out_features // 2 if gated else out_features
-    weights = features * in_features
-    small = weights <= MAX_WEIGHTS and in_features <= MAX_COLUMNS and not normed
-    large = weights >= LARGE and tokens > 32 and (gated or not normed)
-    if not MAX_TOKENS < tokens <= WIDE_TOKENS or not (small or large):
+    if not MAX_TOKENS < tokens <= WIDE_TOKENS or features < MULTIPROCESSORS or features % 2 or in_features % 8:
         return None
-    if features < MULTIPROCESSORS or features % 2 or in_features % 8:
+    if features * in_features <= MAX_WEIGHTS:
+        if in_features > MAX_COLUMNS or normed:
+            return None
+        splits = max(1, min(4, MULTIPROCESSORS * 32 // features, in_features // 128)) if added else 1
+        blocks, room = MULTIPROCESSORS, HALF_ROOM
+    elif tokens > 32:
+        splits = 1 if gated else 2
+        long = in_features > LONG_COLUMNS
+        blocks, room = (MULTIPROCESSORS, WHOLE_ROOM) if long else (2 * MULTIPROCESSORS, HALF_ROOM)
+    else:
         return None
-    splits, blocks = 1, MULTIPROCESSORS
-    if added:
-        splits = max(1, min(4, MULTIPROCESSORS * (32 if small else 80) // features, in_features // 128))
-    elif gated and large:
-        blocks *= 2
     rows = triton.cdiv(triton.cdiv(features * splits, blocks), 2) * 2
-    room = WHOLE_ROOM if large and not gated and not added else HALF_ROOM
-    if rows > WIDE_ROWS:  # the LM head, say, where the library is better
+    if rows > (WIDE_GATED_ROWS if gated else WIDE_ROWS):  # the LM head, say, where the library is better
         return None
-    return WideConfig(rows, splits, room, early=small, parts=added)
+    return WideConfig(rows, splits, room, parts=added)
 
 
 def gemv_config(features: int, in_features: int, gated: bool) -> GemvConfig:

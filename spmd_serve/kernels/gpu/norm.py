@@ -8,11 +8,11 @@ from torch import Tensor
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
 
 
-def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
-    """See spmd_serve.kernels.norm.rms_norm."""
+def rms_norm(x: Tensor, scale: Tensor, eps: float, *, pass_on: bool = False) -> Tensor:
+    """See spmd_serve.kernels.norm.rms_norm. pass_on: see launch_options."""
     flat = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(flat)
-    _launch(flat, None, scale, out, eps)
+    _launch(flat, None, scale, out, eps, pass_on=pass_on)
     return out.view(x.shape)
 
 
@@ -23,14 +23,16 @@ def add_rms_norm_(x: Tensor, residual: Tensor, scale: Tensor, eps: float) -> tup
     return out, residual
 
 
-def _launch(x: Tensor, residual: Tensor | None, scale: Tensor, out: Tensor, eps: float) -> None:
+def _launch(
+    x: Tensor, residual: Tensor | None, scale: Tensor, out: Tensor, eps: float, *, pass_on: bool = False
+) -> None:
     rows, size = out.shape
     if rows == 0:
         return
     block = triton.next_power_of_2(size)
     _rms_norm[(rows,)](
         x, residual, scale, out, size, x.stride(0), 0 if residual is None else residual.stride(0), eps,
-        ADD=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **launch_options(rows),
+        ADD=residual is not None, BLOCK=block, num_warps=min(max(block // 512, 1), 16), **launch_options(rows, pass_on=pass_on),
     )  # fmt: skip
 
 

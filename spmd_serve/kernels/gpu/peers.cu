@@ -25,10 +25,17 @@ struct Peers {
   uint4* cells[kMaxRanks];  // each rank's memory: [place][call parity][writer][thread]
   uint32_t* calls;          // [place], of this rank
   int rank, ranks;
+  int pass_on;              // the next kernel may start before this one's inputs are there
 };
 
 __device__ __forceinline__ void wait_for_inputs() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
 __device__ __forceinline__ void start_next() { asm volatile("griddepcontrol.launch_dependents;"); }
+
+__device__ __forceinline__ void begin(const Peers& p) {
+  if (p.pass_on) start_next();
+  wait_for_inputs();
+  start_next();  // does nothing the second time
+}
 
 __device__ __forceinline__ void write16(uint4* at, uint4 v) {
   asm volatile("st.volatile.global.v4.u32 [%0], {%1,%2,%3,%4};" ::"l"(at), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
@@ -119,8 +126,7 @@ struct Four {
 template <typename Pair, bool ADD>
 __global__ void __launch_bounds__(kThreads) all_reduce(const __grid_constant__ Peers p, const uint2* x, uint2* out, int count) {
   const int place = blockIdx.x, i = place * kThreads + threadIdx.x;
-  wait_for_inputs();
-  start_next();
+  begin(p);
   const uint32_t call = p.calls[place] + 1;
   if (i < count) {
     const uint2 own = x[i];
@@ -144,8 +150,7 @@ __global__ void __launch_bounds__(kThreads) all_reduce(const __grid_constant__ P
 template <typename Pair, bool ADD>
 __global__ void __launch_bounds__(kThreads, kResident) all_reduce_lines(const __grid_constant__ Peers p, const uint2* x, uint2* out, int count) {
   const int lane = threadIdx.x % kLineThreads, place = blockIdx.x;
-  wait_for_inputs();
-  start_next();
+  begin(p);
   uint32_t call = p.calls[place];
   for (int part = place; part * kBlockGroups < count; part += gridDim.x) {
     const int first = part * kBlockGroups + threadIdx.x / kLineThreads * kLineGroups + 2 * lane, second = first + 1;
@@ -173,8 +178,7 @@ __global__ void __launch_bounds__(kThreads, kResident) all_reduce_lines(const __
 __global__ void __launch_bounds__(kThreads) best_index(const __grid_constant__ Peers p, const float* values, const int64_t* indices,
                                                        int64_t* out, int count) {
   const int place = blockIdx.x, i = place * kThreads + threadIdx.x;
-  wait_for_inputs();
-  start_next();
+  begin(p);
   const uint32_t call = p.calls[place] + 1;
   if (i < count) {
     const uint2 own = make_uint2(__float_as_uint(values[i]), (uint32_t)indices[i]);
@@ -202,16 +206,16 @@ int launch(const void* kernel, int blocks, void** arguments, int device, int dep
   config.attrs = attributes;
   attributes[0].id = cudaLaunchAttributeProgrammaticStreamSerialization;
   attributes[0].val.programmaticStreamSerializationAllowed = 1;
-  config.numAttrs = dependent;
+  config.numAttrs = dependent > 0;
   return static_cast<int>(cudaLaunchKernelExC(&config, kernel, arguments));
 }
 
 int divide_up(int a, int b) { return (a + b - 1) / b; }
 
-Peers make_peers(const int64_t* cells, void* calls, int rank, int ranks) {
+Peers make_peers(const int64_t* cells, void* calls, int rank, int ranks, int dependent) {
   Peers p = {};
   for (int r = 0; r < ranks; ++r) p.cells[r] = reinterpret_cast<uint4*>(cells[r]);
-  p.calls = static_cast<uint32_t*>(calls), p.rank = rank, p.ranks = ranks;
+  p.calls = static_cast<uint32_t*>(calls), p.rank = rank, p.ranks = ranks, p.pass_on = dependent > 1;
   return p;
 }
 
@@ -225,10 +229,11 @@ const void* pick(bool lines, bool add) {
 
 // count: of groups of 4 numbers; type: 0 bfloat16, 1 float16; add: to out, else out is overwritten; x and out 8-byte aligned. `cells` are the
 // ranks' memories and `calls` this rank's counters, all zero at first: for each 256 of count (with lines: 480, and for at most 640 of those)
-// 2 * ranks * 4096 bytes and one counter. dependent: 1 with programmatic dependent launch. Returns a CUDA error code.
+// 2 * ranks * 4096 bytes and one counter. dependent: 1 with programmatic dependent launch, 2: see
+// Peers. Returns a CUDA error code.
 extern "C" int peers_all_reduce(const int64_t* cells, void* calls, int rank, int ranks, const void* x, void* out, int count,
                                 int type, int add, int lines, int dependent, int device, cudaStream_t stream) {
-  const Peers p = make_peers(cells, calls, rank, ranks);
+  const Peers p = make_peers(cells, calls, rank, ranks, dependent);
   void* arguments[] = {(void*)&p, &x, &out, &count};
   const void* kernel = type == 0 ? pick<__nv_bfloat162>(lines, add) : pick<__half2>(lines, add);
   const int places = divide_up(count, lines ? kBlockGroups : kThreads);
@@ -238,7 +243,7 @@ extern "C" int peers_all_reduce(const int64_t* cells, void* calls, int rank, int
 // values float32, indices int64 (below 2**32), out int64, all [count].
 extern "C" int peers_best_index(const int64_t* cells, void* calls, int rank, int ranks, const void* values, const void* indices,
                                 void* out, int count, int dependent, int device, cudaStream_t stream) {
-  const Peers p = make_peers(cells, calls, rank, ranks);
+  const Peers p = make_peers(cells, calls, rank, ranks, dependent);
   void* arguments[] = {(void*)&p, &values, &indices, &out, &count};
   return launch((const void*)best_index, divide_up(count, kThreads), arguments, device, dependent, stream);
 }

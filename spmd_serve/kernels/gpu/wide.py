@@ -24,16 +24,16 @@ if TYPE_CHECKING:
     from spmd_serve.kernels.linear import Norm
 
 WIDE_TOKENS = 64
-WIDE_ROWS = 128  # of the weight (in a gated layer, of the gate) a block
+WIDE_ROWS, WIDE_GATED_ROWS = 256, 136  # of the weight a block; of the gate in a gated layer
 WHOLE_ROOM, HALF_ROOM = 227 * 1024, 112 * 1024  # bytes of a multiprocessor's shared memory
 
 
 @dataclass(frozen=True)
 class WideConfig:
-    """rows: of the weight (in a gated layer, of the gate) a block, even; splits: blocks that share the columns.
+    """rows: of the weight (in a gated layer, of the gate) a block, even; splits: blocks that share the columns, a cluster.
 
     room: bytes of shared memory a block may take. With HALF_ROOM the next kernel's blocks can move in before this one's
-    have left, if `early`. parts: the output is the float32 sums, for `add_parts_`.
+    have left, if `early`. parts: the splits are no cluster; the output is their float32 sums, for `add_parts_`.
     """
 
     rows: int
@@ -84,7 +84,8 @@ def add_parts_(parts: Tensor, bias: Tensor | None, residual: Tensor, following: 
     block = triton.next_power_of_2(size)
     _add_parts[(tokens,)](
         parts, bias, residual, scale, normed, size, tokens * size, eps,
-        SPLITS=splits, BLOCK=block, num_warps=min(max(block // 256, 1), 16), **launch_options(1),
+        SPLITS=splits, BLOCK=block, num_warps=min(max(block // 256, 1), 16),
+        **launch_options(1, pass_on=following is not None),
     )  # fmt: skip
     return normed
 
