@@ -7,12 +7,15 @@ values are the same bits on every rank, so decisions that follow from them are t
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from spmd_serve.distributed.copied_sums import CopiedSums, pays
 from spmd_serve.distributed.host_memory import HostMemory
 from spmd_serve.distributed.ranks import RankInfo
 from spmd_serve.distributed.symmetric import Choice, SymmetricAllReduce
@@ -35,6 +38,7 @@ class Communicator:
         self.world_size = world_size
         self._group = group
         self._symmetric: SymmetricAllReduce | None = None
+        self._copied: CopiedSums | None = None
         self._host_memory: HostMemory | None = None
 
     @classmethod
@@ -56,11 +60,16 @@ class Communicator:
             comm._host_memory = HostMemory.create(group, timeout_s)
         return comm
 
-    def use_symmetric_memory(self, dtype: torch.dtype, device: torch.device) -> None:
-        """From now on sum tensors of `dtype` over the GPUs' mapped memory where that is faster. One host only. Collective."""
+    def use_symmetric_memory(self, dtype: torch.dtype, device: torch.device, largest: tuple[int, int] = (0, 0)) -> None:
+        """From now on sum tensors of `dtype` over the GPUs' mapped memory where that is faster. One host only. Collective.
+
+        largest: [tokens, size] of the largest step, for `overlaps`.
+        """
         assert self._group is not None
         try:
             symmetric = SymmetricAllReduce(self._group, dtype, device)
+            if symmetric.peers is not None and pays(self.world_size, largest, dtype):
+                self._copied = CopiedSums(self._group, symmetric.peers, largest, dtype, device)
         except RuntimeError as exc:
             # GPUs differ in what they can map, but all GPUs of a host are alike in it, so all ranks come here or none.
             logger.warning("NCCL sums all tensors: symmetric memory is not available (%s)", str(exc).splitlines()[0])
@@ -96,6 +105,19 @@ class Communicator:
     def adds_at_once(self, tensor: Tensor) -> bool:
         """Whether `all_reduce_add_` of such a tensor costs no more than its sum alone."""
         return self.world_size == 1 or (self._symmetric is not None and self._symmetric.takes_add(tensor))
+
+    def overlaps(self, tensor: Tensor) -> bool:
+        """Whether sums of such a tensor's halves are best taken beside the other half's products: `start_all_reduce_add_`."""
+        return self._copied is not None and self._copied.fits(tensor) and self.adds_at_once(tensor)
+
+    def start_all_reduce_add_(self, tensor: Tensor, residual: Tensor) -> Callable[[], object]:
+        """`all_reduce_add_` whose sum travels while other kernels run; to be called for its end. Collective, both times.
+
+        Two may be on their way at most, and `tensor` stays as it is until the end.
+        """
+        if self._copied is None:
+            return partial(self.all_reduce_add_, tensor, residual)
+        return partial(self._copied.add_, self._copied.start(tensor), residual)
 
     def best_index(self, values: Tensor, indices: Tensor) -> Tensor:
         """The index of the rank with the largest value, the lowest rank's of equals. Collective.

@@ -92,6 +92,11 @@ class SymmetricAllReduce:
         assert self._peers is not None
         return self._peers.all_reduce(tensor, way, residual)  # collective
 
+    @property
+    def peers(self) -> Peers | None:
+        """The push kernels, where they are available: on all ranks or on none."""
+        return self._peers
+
     def best_index(self, values: Tensor, indices: Tensor) -> Tensor | None:
         """See Communicator.best_index; None where the kernel is not available."""
         if self._peers is None or not self._peers.fits_rows(len(values)):

@@ -180,7 +180,8 @@ def build_decoder(plan: Plan, comm: Communicator) -> tuple[Decoder, DecoderConte
     fp8 = fp8_format(model, requested=options.quantization == "fp8", gpu=device.type == "cuda")
     partition = partition_of(model, comm, fp8)
     if device.type == "cuda" and comm.world_size > 1 and comm.one_host:
-        comm.use_symmetric_memory(dtype, device)
+        largest = resolved(plan.config.scheduler.max_batch_tokens), model.hidden_size
+        comm.use_symmetric_memory(dtype, device, largest)
     attention = make_backend(plan.config.engine.attention, device)
     source = open_source(plan.folder, model, options.load_format, device)
     if model.tie_embeddings and has_own_head(source, model, partition.vocab):

@@ -132,19 +132,25 @@ class Attention:
 
         following: see Linear. Collective where the model norms over all heads.
         """
-        if self._q_heads == 0:
-            if self.heads_norm is not None:
-                self.heads_norm(x[:, :0])
-            return torch.zeros_like(step.keep(x))
-        qkv = self.qkv(x, norm=norm)
-        if self.heads_norm is not None:
-            qkv = self.heads_norm(qkv)
-        out = step.keep(self._attend(qkv, step, kv))
-        return self.o(out.view(out.shape[0], -1), residual=residual, following=following)
+        out = step.keep(self.attend(self.project(x, norm=norm), step, kv))
+        return self.output(out, residual=residual, following=following)
 
-    def _attend(self, qkv: Tensor, step: StepTensors, kv: Pair) -> Tensor:
+    def project(self, x: Tensor, *, norm: RMSNorm | None = None) -> Tensor:
+        """Q, K and V of norm(x): [tokens, (q_heads + 2 * kv_heads) * head_dim]. Collective as the whole."""
+        qkv = self.qkv(x, norm=norm) if self._q_heads else x[:, :0]
+        return qkv if self.heads_norm is None else self.heads_norm(qkv)
+
+    def output(self, out: Tensor, *, residual: Tensor | None = None, following: RMSNorm | None = None) -> Tensor:
+        """out: [tokens, q_heads, head_dim] -> this rank's partial sum, [tokens, hidden]."""
+        if self._q_heads == 0:
+            return out.new_zeros(len(out), self._ctx.model.hidden_size)
+        return self.o(out.view(len(out), -1), residual=residual, following=following)
+
+    def attend(self, qkv: Tensor, step: StepTensors, kv: Pair) -> Tensor:
         """K and V into the cache, and each row's attention: [tokens, q_heads, head_dim]."""
         attention = self._ctx.attention
+        if self._q_heads == 0:
+            return qkv
         if not attention.fuses_decode:
             cache = self._cache_gpu if qkv.is_cuda else self._cache
             return attention.attend(cache(qkv, step, kv), *kv, self.spec)

@@ -6,7 +6,7 @@ equal on all ranks; logits stay sharded over the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -74,6 +74,26 @@ class DecoderLayer:
             comm.all_reduce_add_(self.attention(stream, step, kv, norm=self.attention_pre), kept)
             comm.all_reduce_add_(self.mlp(kept, norm=self.mlp_pre), kept)
         return kept
+
+    def accumulate_halves_(
+        self, halves: Sequence[Tensor], sums: Sequence[Callable[[], object]], step: StepTensors, kv: Pair
+    ) -> list[Callable[[], object]]:
+        """`accumulate_` of all rows in two halves: while the sum over ranks of one is on its way, the other's products run.
+
+        halves: of the residual stream. sums: to be called before a half is read; returns those that this layer leaves.
+        """
+        comm, attention = self._ctx.comm, self.attention
+        projected = []
+        for half, add in zip(halves, sums, strict=True):
+            add()
+            projected.append(attention.project(half, norm=self.attention_pre))
+        outs = attention.attend(torch.cat(projected), step, kv).tensor_split(2)
+        sums = [comm.start_all_reduce_add_(attention.output(out), half) for out, half in zip(outs, halves, strict=True)]
+        left = []
+        for half, add in zip(halves, sums, strict=True):
+            add()
+            left.append(comm.start_all_reduce_add_(self.mlp(half, norm=self.mlp_pre), half))
+        return left
 
     def takes_following(self, x: Tensor) -> bool:
         """Whether `accumulate_ahead_` is better than `accumulate_` for as many tokens as x has."""
@@ -174,8 +194,15 @@ class Decoder:
             return normed
         if first.can_accumulate and self._ctx.comm.adds_at_once(x):
             *before, (last, step, caches) = zip(self.layers, steps, kv, strict=True)
-            for layer, whole, layer_caches in before:
-                x = layer.accumulate_(x, whole, layer_caches)
+            if num_decodes < len(x) and self._ctx.comm.overlaps(x):
+                halves, sums = x.tensor_split(2), [_nothing] * 2
+                for layer, whole, layer_caches in before:
+                    sums = layer.accumulate_halves_(halves, sums, whole, layer_caches)
+                for add in sums:
+                    add()
+            else:
+                for layer, whole, layer_caches in before:
+                    x = layer.accumulate_(x, whole, layer_caches)
             if kept is not None and last.takes_following(x[: len(kept)]):
                 normed = _add_norm(x, None, last.attention_pre)[0]
                 return last.accumulate_ahead_(x, normed, step, caches, self.norm)
@@ -213,6 +240,10 @@ class Decoder:
         yield WeightPiece.whole(self.norm.weight, "model.norm.weight")
         if not model.tie_embeddings:
             yield WeightPiece(self.lm_head.weight, "lm_head.weight", (rows,), shape)
+
+
+def _nothing() -> object:
+    return None
 
 
 def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> Pair:

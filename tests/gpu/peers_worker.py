@@ -1,4 +1,5 @@
-"""What each rank of test_two_gpus.py runs for the sums over ranks: every kernel of peers.cu against sums in float32, bit for bit.
+"""What each rank of test_two_gpus.py runs for the sums over ranks: every kernel of peers.cu, and copy
+engines, against sums in float32, bit for bit.
 
 torchrun --nproc-per-node=2 tests/gpu/peers_worker.py
 """
@@ -15,6 +16,7 @@ from spmd_serve.distributed.ranks import join_group, leave_group, rank_info
 
 SIZES = (4, 8, 1024, 1020, 1028, 5120, 8192, 327_680, 524_288, 1_310_720, 2_097_152, 60, 1924, 500_000, 41_943_040)
 TURNS = 300
+LARGEST = (4096, 5120)
 
 
 def main() -> None:
@@ -23,7 +25,7 @@ def main() -> None:
     device = torch.device("cuda", ranks.local_rank)
     torch.cuda.set_device(device)
     comm = Communicator.create(ranks, device)
-    comm.use_symmetric_memory(torch.bfloat16, device)
+    comm.use_symmetric_memory(torch.bfloat16, device, LARGEST)
     assert comm.choices, "these GPUs cannot map each other's memory"
     symmetric = comm._symmetric
     assert symmetric is not None and symmetric._peers is not None, "peers.cu was not compiled"
@@ -47,6 +49,20 @@ def main() -> None:
         winner = comm.all_gather(values).argmax(dim=0)  # the first of equals
         expected = comm.all_gather(indices).gather(0, winner[None])[0]
         assert torch.equal(comm.best_index(values, indices), expected), (turn, rows)
+    for turn in range(40):
+        tokens = LARGEST[0] - turn * 61
+        x = torch.randn(tokens, LARGEST[1], device=device, generator=own).bfloat16()
+        residual = torch.randn(tokens, LARGEST[1], device=device, generator=common).bfloat16()
+        assert comm.overlaps(x) and not comm.overlaps(torch.cat((x, x)))
+        expected = (comm.all_gather(x).float().sum(dim=0) + residual.float()).bfloat16()
+        sums = []
+        for half, into in zip(x.tensor_split(2), residual.tensor_split(2), strict=True):
+            if turn % 5 == ranks.rank:
+                time.sleep(0.002)
+            sums.append(comm.start_all_reduce_add_(half.clone(), into))
+        for add in sums:
+            add()
+        assert torch.equal(residual, expected), turn
     print(f"rank {ranks.rank}: {TURNS} turns alike", flush=True)
     dist.barrier()
     leave_group()

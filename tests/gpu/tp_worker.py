@@ -28,6 +28,7 @@ import torch.distributed as dist
 
 from spmd_serve.assembly import Assembly, assemble, make_plan
 from spmd_serve.config import parse_args
+from spmd_serve.distributed import copied_sums
 from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.channel import make_channel
 from spmd_serve.distributed.ranks import RankInfo, join_group, leave_group, rank_info
@@ -43,6 +44,7 @@ from spmd_serve.types import (
 )
 
 TIMEOUT_S = 60.0
+copied_sums.MIN_BYTES = 1  # the models are small: prefills of more than one token are halved, as those of large models
 
 
 class Given(GivenLink):

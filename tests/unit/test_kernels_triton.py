@@ -354,8 +354,8 @@ def test_a_wide_layer_is_shared_out_whole(gated: bool, added: bool) -> None:
 
 def test_a_layer_with_a_norm_before_it_is_wide_where_that_pays() -> None:
     """Qwen3-14B's on two ranks, and 0.6B's: with sums over ranks the norm is no part of the kernel before."""
-    for rows, gated in ((17_408, True), (3584, False)):
-        config = linear.wide_config(64, rows, 5120, gated=gated, added=False, normed=True)
+    for out_features, gated in ((17_408, True), (3584, False)):
+        config = linear.wide_config(64, out_features, 5120, gated=gated, added=False, normed=True)
         assert config is not None
-        assert config.rows * 2 * linear.MULTIPROCESSORS // config.splits >= (rows // 2 if gated else rows)
+        assert config.rows * 2 * linear.MULTIPROCESSORS // config.splits >= out_features // (1 + gated)
     assert linear.wide_config(64, 6144, 1024, gated=True, added=False, normed=True) is None

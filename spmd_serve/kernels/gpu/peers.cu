@@ -19,6 +19,7 @@ namespace {
 
 constexpr int kThreads = 256, kMaxRanks = 8, kResident = 6;  // blocks of a multiprocessor at once
 constexpr int kMaxPlaces = 640;  // blocks that wait for others must all be able to run: 108 multiprocessors are enough
+constexpr int kMaxAddBlocks = 1056;  // eight a multiprocessor
 constexpr int kLineThreads = 8, kLineGroups = 15, kBlockGroups = kThreads / kLineThreads * kLineGroups;  // groups of 8 bytes
 
 struct Peers {
@@ -195,6 +196,35 @@ __global__ void __launch_bounds__(kThreads) best_index(const __grid_constant__ P
   count_call(p, place, call);
 }
 
+__device__ __forceinline__ uint32_t acquire(const uint32_t* at) {
+  uint32_t v;
+  asm volatile("ld.acquire.sys.global.u32 %0, [%1];" : "=r"(v) : "l"(at) : "memory");
+  return v;
+}
+
+// out += the sum of all ranks' parts, as above. Copy engines put the other ranks' parts at `received`, `stride` groups apart, and
+// behind each the sum's number into arrived[rank].
+template <typename Pair>
+__global__ void __launch_bounds__(kThreads) add_copied(const uint4* own, const uint4* received, const uint32_t* arrived, uint32_t number,
+                                                       int rank, int ranks, int64_t stride, uint4* out, int count) {
+  wait_for_inputs();
+  start_next();
+  if (threadIdx.x < ranks && threadIdx.x != rank)
+    while (acquire(arrived + threadIdx.x) != number) {}
+  __syncthreads();
+  for (int i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads) {
+    Four<Pair> before_a, before_b, sum_a, sum_b;
+    const uint4 old = out[i];
+    before_a.add(old.x, old.y), before_b.add(old.z, old.w);
+    for (int r = 0; r < ranks; ++r) {
+      const uint4 part = r == rank ? own[i] : __ldcg(received + r * stride + i);
+      sum_a.add(part.x, part.y), sum_b.add(part.z, part.w);
+    }
+    const uint2 a = sum_a.rounded(before_a), b = sum_b.rounded(before_b);
+    out[i] = make_uint4(a.x, a.y, b.x, b.y);
+  }
+}
+
 int launch(const void* kernel, int blocks, void** arguments, int device, int dependent, cudaStream_t stream) {
   int current = -1;  // this library's runtime is its own: it may not know what torch's has set
   if (cudaGetDevice(&current) != cudaSuccess || current != device) cudaSetDevice(device);
@@ -246,4 +276,13 @@ extern "C" int peers_best_index(const int64_t* cells, void* calls, int rank, int
   const Peers p = make_peers(cells, calls, rank, ranks, dependent);
   void* arguments[] = {(void*)&p, &values, &indices, &out, &count};
   return launch((const void*)best_index, divide_up(count, kThreads), arguments, device, dependent, stream);
+}
+
+// own, received and out 16-byte aligned, count and stride of groups of 8 numbers. arrived: uint32 [ranks].
+extern "C" int peers_add_copied(int rank, int ranks, const void* own, const void* received, const void* arrived, int number, int64_t stride,
+                                void* out, int count, int type, int dependent, int device, cudaStream_t stream) {
+  void* arguments[] = {&own, &received, &arrived, &number, &rank, &ranks, &stride, &out, &count};
+  const void* kernel = type == 0 ? (const void*)add_copied<__nv_bfloat162> : (const void*)add_copied<__half2>;
+  const int blocks = divide_up(count, kThreads);
+  return launch(kernel, blocks < kMaxAddBlocks ? blocks : kMaxAddBlocks, arguments, device, dependent, stream);
 }

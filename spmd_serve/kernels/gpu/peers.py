@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from spmd_serve.kernels.gpu.build import launch, load_library
+from spmd_serve.kernels.gpu.build import aligned, launch, load_library
 from spmd_serve.kernels.gpu.launch import launch_options
 
 MAX_RANKS = 8
@@ -72,6 +72,22 @@ class Peers:
         out = torch.empty_like(indices)
         self._call("peers_best_index", "cells", values, indices, out, values.numel())
         return out
+
+    def add_copied(self, own: Tensor, received: Tensor, arrived: Tensor, number: int, residual: Tensor) -> Tensor:
+        """residual += the sum over ranks of what copy engines bring, once they have; with one rounding in all.
+
+        own: this rank's part; received: [ranks, at least own's numbers], the others'; arrived: int32 [ranks], `number` where a
+        rank's part is complete. own and residual are alike, contiguous, and a multiple of 8 numbers.
+        """
+        assert own.shape == residual.shape and own.numel() % 8 == 0
+        assert own.is_contiguous() and residual.is_contiguous() and aligned(own, received, residual)
+        _, _, rank, ranks = self._common["cells"]
+        launch(
+            self._library.peers_add_copied, self._device,
+            rank, ranks, own, received, arrived, number, ctypes.c_int64(received.stride(0) // 8), residual,
+            own.numel() // 8, _TYPES.index(own.dtype), int(launch_options(1)["PDL"] > 0),
+        )  # fmt: skip
+        return residual
 
     def _call(self, name: str, form: str, *arguments: object) -> None:
         # Larger sums come before a norm, whose successor then reads its first weights while the ranks wait for each other.
