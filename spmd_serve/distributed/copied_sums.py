@@ -63,6 +63,7 @@ class CopiedSums:
         arrived = symm_mem.empty((_PLACES, ranks), dtype=torch.int32, device=device)
         handles = [symm_mem.rendezvous(tensor, group.group_name) for tensor in (parts, arrived)]
         arrived.fill_(-1)
+        self._memory = parts, arrived  # what follows are views, which keep nothing alive
         self._parts = [handles[0].get_buffer(rank, parts.shape, dtype) for rank in range(ranks)]
         self._arrived = [handles[1].get_buffer(rank, arrived.shape, torch.int32) for rank in range(ranks)]
         self._numbers = torch.arange(_NUMBERS, dtype=torch.int32, device=device)  # where the copies find them
