@@ -174,12 +174,39 @@ class LLM:
     ) -> list[Generation]:
         if self._unusable:
             raise RuntimeError(f"{self._unusable}; make a new LLM")
+        results: dict[int, Generation] = {}
+        requests: list[Request] = []
+        wrong: Exception | None = None
+        try:
+            requests = self._read(prompts, params, results)
+        except Exception as exc:
+            wrong = exc
+        # Wrong or not, every rank runs the loop: it does not know what the others were given.
+        self._link.submit(requests, results, on_tokens)
+        try:
+            self._loop.run(until_idle=True)
+        except BaseException:  # of on_tokens, or Ctrl-C: this rank's state may be half a step ahead
+            self._unusable = "an earlier generate() was interrupted"
+            raise
+        if wrong is not None:
+            raise wrong
+        if self._tokenizer is not None:
+            for result in results.values():
+                result.text = _text_of(result, self._tokenizer)
+        return list(results.values())
+
+    def _read(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        results: dict[int, Generation],
+    ) -> list[Request]:
+        """The requests of one call; `results` gets an entry for each. Raises what `generate` says of its arguments."""
         if isinstance(prompts, str):
             raise TypeError("prompts is one text, where a sequence of them is expected; give [prompt]")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(each)} params; give one for each, or one for all")
-        results: dict[int, Generation] = {}
         requests = []
         refusal = ""
         for number, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
@@ -192,19 +219,9 @@ class LLM:
             if problem and not refusal:
                 refusal = f"prompt {number + 1} of {len(prompts)}: {problem}"
             self._next_uid += 1
-        # Refused or not, every rank runs the loop: it does not know what the others were given.
-        self._link.submit([] if refusal else requests, results, on_tokens)
-        try:
-            self._loop.run(until_idle=True)
-        except BaseException:  # of on_tokens, or Ctrl-C: this rank's state may be half a step ahead
-            self._unusable = "an earlier generate() was interrupted"
-            raise
         if refusal:
             raise RequestError(refusal)
-        if self._tokenizer is not None:
-            for result in results.values():
-                result.text = _text_of(result, self._tokenizer)
-        return list(results.values())
+        return requests
 
     def close(self) -> None:
         """Leave the ranks' process group and give the memory back. Nothing can be generated any more."""

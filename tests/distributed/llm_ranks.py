@@ -29,6 +29,14 @@ def main() -> None:
         llm.generate([PROMPT, PROMPT], [PARAMS, SamplingParams(max_tokens=4, temperature=-1.0)])
     except RequestError as exc:
         said.append(str(exc))
+    # What rank 0 alone is given, and what is wrong with it, does not leave the others a call behind.
+    first = os.environ["RANK"] == "0"
+    for wrong, params in (("text", PARAMS), ([PROMPT], []), ([[1.5]], PARAMS), (["\ud800"], PARAMS), (None, PARAMS)):
+        try:
+            llm.generate(wrong if first else [], params if first else [])  # type: ignore[arg-type]
+        except (RequestError, TypeError, ValueError) as exc:
+            said.append(type(exc).__name__)
+        said += [result.text for result in llm.generate([PROMPT], PARAMS)]
     llm.close()
     llm.close()
     try:
