@@ -93,7 +93,10 @@ class _OfflineLink(GivenLink):
 
 
 class LLM:
-    """The engine without HTTP. `arguments` are the server's command-line options."""
+    """The engine without HTTP. `arguments` are the server's command-line options.
+
+    Of several ranks it makes torch.distributed's default process group (gloo), until it is closed.
+    """
 
     def __init__(self, *arguments: str) -> None:
         import torch
@@ -108,7 +111,7 @@ class LLM:
         try:
             self._assembly = assemble(make_plan(config, self._ranks), self._ranks)
         except BaseException:
-            leave_group()  # or this process could make no other LLM
+            self._leave_group()  # or this process could make no other LLM
             raise
         self._config = self._assembly.plan.config
         self._process = os.getpid()
@@ -230,7 +233,7 @@ class LLM:
         self._closed = True
         self._unusable = self._unusable or "it has been closed"
         self._assembly.runner.close()
-        leave_group()
+        self._leave_group()
         # Weights and pages, also while this object stays: the next LLM is made before the name is another one's.
         on_gpu = self._assembly.plan.device.type == "cuda"
         del self._assembly, self._loop
@@ -241,6 +244,11 @@ class LLM:
             torch.cuda.empty_cache()
         with contextlib.suppress(AttributeError):  # another C library than GNU's, which keeps what is in pieces
             ctypes.CDLL(None).malloc_trim(0)
+
+    def _leave_group(self) -> None:
+        """One rank has none: what there is then is the program's own."""
+        if self._ranks.world_size > 1:
+            leave_group()
 
     def _problem(self, ids: list[int], sampling: SamplingParams) -> str:
         """What is wrong with one prompt's ids or params, whatever the model's context; empty if nothing is."""

@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from spmd_serve.errors import ModelError, RequestError
+from spmd_serve.errors import DistributedError, ModelError, RequestError
 from spmd_serve.llm import LLM
 from spmd_serve.types import SamplingParams
 
@@ -28,6 +28,10 @@ def main() -> None:
     try:
         llm.generate([PROMPT, PROMPT], [PARAMS, SamplingParams(max_tokens=4, temperature=-1.0)])
     except RequestError as exc:
+        said.append(str(exc))
+    try:
+        LLM(*OPTIONS)  # beside the first one, which goes on
+    except DistributedError as exc:
         said.append(str(exc))
     # What rank 0 alone is given, and what is wrong with it, does not leave the others a call behind.
     first = os.environ["RANK"] == "0"
