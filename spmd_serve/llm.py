@@ -25,12 +25,13 @@ from dataclasses import dataclass, field, replace
 from operator import index
 
 from spmd_serve.assembly import assemble, make_plan
-from spmd_serve.config import parse_args, resolved
+from spmd_serve.config import Config, parse_args, resolved
 from spmd_serve.distributed.beats import Progress
-from spmd_serve.distributed.board import open_board
+from spmd_serve.distributed.board import Board, open_board
 from spmd_serve.distributed.channel import make_channel
 from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
-from spmd_serve.errors import RequestError
+from spmd_serve.engine.build import Plan
+from spmd_serve.errors import ConfigError, RequestError, SpmdServeError
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.step_loop import GivenLink, StepLoop
 from spmd_serve.types import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
@@ -102,14 +103,15 @@ class LLM:
         import torch
 
         self._ranks = rank_info(os.environ)
-        config = parse_args(arguments)
+        # A store of its own: in torchrun's there may be addresses of an LLM that this process has closed.
+        board = open_board(self._ranks)
+        config = _share_config(board, arguments)
         # A queue limit protects a server from its clients; here everything that is given is wanted.
         config = replace(config, scheduler=replace(config.scheduler, max_queue=sys.maxsize))
         torch.set_num_threads(config.engine.threads or threads_per_rank(self._ranks))
-        # A store of its own: in torchrun's there may be addresses of an LLM that this process has closed.
-        join_group(self._ranks, open_board(self._ranks).store, config.control.control_timeout)
+        join_group(self._ranks, board.store, config.control.control_timeout)
         try:
-            self._assembly = assemble(make_plan(config, self._ranks), self._ranks)
+            self._assembly = assemble(_plan_together(board, config), self._ranks)
         except BaseException:
             self._leave_group()  # or this process could make no other LLM
             raise
@@ -262,6 +264,36 @@ class LLM:
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer.json; give token ids")
         return self._tokenizer.encode(text).tolist()
+
+
+def _share_config(board: Board, arguments: Sequence[str]) -> Config:
+    """Rank 0's options, on every rank; what is wrong with them is raised on all of them."""
+    options: Config | ConfigError | SystemExit | None = None
+    if board.ranks.rank == 0:
+        try:
+            options = parse_args(arguments)
+        except (ConfigError, SystemExit) as exc:  # --help has been printed
+            options = exc
+    # Gathered, not shared: rank 0 would meet the others for its next LLM before they have read what is wrong with this one.
+    options = board.gather("config", options)[0]
+    if not isinstance(options, Config):
+        assert options is not None
+        raise options
+    return options
+
+
+def _plan_together(board: Board, config: Config) -> Plan:
+    """As make_plan. What one rank cannot serve (its host may have other files) is raised on all: they would wait for it."""
+    plan, problem = None, None
+    try:
+        plan = make_plan(config, board.ranks)
+    except SpmdServeError as exc:
+        problem = exc
+    problems = [found for found in board.gather("plan problem", problem) if found is not None]
+    if problem is not None or problems:
+        raise problem or problems[0]
+    assert plan is not None
+    return plan
 
 
 def _text_of(result: Generation, tokenizer: TextTokenizer) -> str:

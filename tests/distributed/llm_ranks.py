@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from spmd_serve.errors import DistributedError, ModelError, RequestError
+from spmd_serve.errors import ConfigError, DistributedError, ModelError, RequestError
 from spmd_serve.llm import LLM
 from spmd_serve.types import SamplingParams
 
@@ -35,19 +35,20 @@ def main() -> None:
         said.append(str(exc))
     # What rank 0 alone is given, and what is wrong with it, does not leave the others a call behind.
     first = os.environ["RANK"] == "0"
-    for wrong, params in (("text", PARAMS), ([PROMPT], []), ([[1.5]], PARAMS), (["\ud800"], PARAMS), (None, PARAMS)):
+    for prompts, params in (("text", PARAMS), ([PROMPT], []), ([[1.5]], PARAMS), (["\ud800"], PARAMS), (None, PARAMS)):
         try:
-            llm.generate(wrong if first else [], params if first else [])  # type: ignore[arg-type]
+            llm.generate(prompts if first else [], params if first else [])  # type: ignore[arg-type]
         except (RequestError, TypeError, ValueError) as exc:
             said.append(type(exc).__name__)
         said += [result.text for result in llm.generate([PROMPT], PARAMS)]
     llm.close()
     llm.close()
-    try:
-        LLM("--model", "/nowhere")
-    except ModelError as exc:
-        said.append(str(exc))
-    llm = LLM(*OPTIONS)
+    for wrong in (("--model", "/nowhere"), ("--nope",)):  # rank 0's arguments count, and raise on all ranks
+        try:
+            LLM(*(wrong if first else OPTIONS))
+        except (ModelError, ConfigError) as exc:
+            said.append(str(exc))
+    llm = LLM(*(OPTIONS if first else ("--page-size", "4", "--nope")))
     said += [result.text for result in llm.generate([PROMPT], PARAMS)]
     llm.close()
     if os.environ["RANK"] == "0":
