@@ -25,12 +25,13 @@ from dataclasses import dataclass, field, replace
 from operator import index
 
 from spmd_serve.assembly import assemble, make_plan
-from spmd_serve.config import parse_args, resolved
+from spmd_serve.config import Config, parse_args, resolved
 from spmd_serve.distributed.beats import Progress
-from spmd_serve.distributed.board import open_board
+from spmd_serve.distributed.board import Board, open_board
 from spmd_serve.distributed.channel import make_channel
 from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
-from spmd_serve.errors import RequestError
+from spmd_serve.engine.build import Plan
+from spmd_serve.errors import ConfigError, RequestError, SpmdServeError
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.step_loop import GivenLink, StepLoop
 from spmd_serve.types import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
@@ -93,22 +94,26 @@ class _OfflineLink(GivenLink):
 
 
 class LLM:
-    """The engine without HTTP. `arguments` are the server's command-line options."""
+    """The engine without HTTP. `arguments` are the server's command-line options.
+
+    Of several ranks it makes torch.distributed's default process group (gloo), until it is closed.
+    """
 
     def __init__(self, *arguments: str) -> None:
         import torch
 
         self._ranks = rank_info(os.environ)
-        config = parse_args(arguments)
+        # A store of its own: in torchrun's there may be addresses of an LLM that this process has closed.
+        board = open_board(self._ranks)
+        config = _share_config(board, arguments)
         # A queue limit protects a server from its clients; here everything that is given is wanted.
         config = replace(config, scheduler=replace(config.scheduler, max_queue=sys.maxsize))
         torch.set_num_threads(config.engine.threads or threads_per_rank(self._ranks))
-        # A store of its own: in torchrun's there may be addresses of an LLM that this process has closed.
-        join_group(self._ranks, open_board(self._ranks).store, config.control.control_timeout)
+        join_group(self._ranks, board.store, config.control.control_timeout)
         try:
-            self._assembly = assemble(make_plan(config, self._ranks), self._ranks)
+            self._assembly = assemble(_plan_together(board, config), self._ranks)
         except BaseException:
-            leave_group()  # or this process could make no other LLM
+            self._leave_group()  # or this process could make no other LLM
             raise
         self._config = self._assembly.plan.config
         self._process = os.getpid()
@@ -174,12 +179,39 @@ class LLM:
     ) -> list[Generation]:
         if self._unusable:
             raise RuntimeError(f"{self._unusable}; make a new LLM")
+        results: dict[int, Generation] = {}
+        requests: list[Request] = []
+        wrong: Exception | None = None
+        try:
+            requests = self._read(prompts, params, results)
+        except Exception as exc:
+            wrong = exc
+        # Wrong or not, every rank runs the loop: it does not know what the others were given.
+        self._link.submit(requests, results, on_tokens)
+        try:
+            self._loop.run(until_idle=True)
+        except BaseException:  # of on_tokens, or Ctrl-C: this rank's state may be half a step ahead
+            self._unusable = "an earlier generate() was interrupted"
+            raise
+        if wrong is not None:
+            raise wrong
+        if self._tokenizer is not None:
+            for result in results.values():
+                result.text = _text_of(result, self._tokenizer)
+        return list(results.values())
+
+    def _read(
+        self,
+        prompts: Sequence[str | Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams],
+        results: dict[int, Generation],
+    ) -> list[Request]:
+        """The requests of one call; `results` gets an entry for each. Raises what `generate` says of its arguments."""
         if isinstance(prompts, str):
             raise TypeError("prompts is one text, where a sequence of them is expected; give [prompt]")
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts, but {len(each)} params; give one for each, or one for all")
-        results: dict[int, Generation] = {}
         requests = []
         refusal = ""
         for number, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
@@ -192,19 +224,9 @@ class LLM:
             if problem and not refusal:
                 refusal = f"prompt {number + 1} of {len(prompts)}: {problem}"
             self._next_uid += 1
-        # Refused or not, every rank runs the loop: it does not know what the others were given.
-        self._link.submit([] if refusal else requests, results, on_tokens)
-        try:
-            self._loop.run(until_idle=True)
-        except BaseException:  # of on_tokens, or Ctrl-C: this rank's state may be half a step ahead
-            self._unusable = "an earlier generate() was interrupted"
-            raise
         if refusal:
             raise RequestError(refusal)
-        if self._tokenizer is not None:
-            for result in results.values():
-                result.text = _text_of(result, self._tokenizer)
-        return list(results.values())
+        return requests
 
     def close(self) -> None:
         """Leave the ranks' process group and give the memory back. Nothing can be generated any more."""
@@ -213,7 +235,7 @@ class LLM:
         self._closed = True
         self._unusable = self._unusable or "it has been closed"
         self._assembly.runner.close()
-        leave_group()
+        self._leave_group()
         # Weights and pages, also while this object stays: the next LLM is made before the name is another one's.
         on_gpu = self._assembly.plan.device.type == "cuda"
         del self._assembly, self._loop
@@ -224,6 +246,11 @@ class LLM:
             torch.cuda.empty_cache()
         with contextlib.suppress(AttributeError):  # another C library than GNU's, which keeps what is in pieces
             ctypes.CDLL(None).malloc_trim(0)
+
+    def _leave_group(self) -> None:
+        """One rank has none: what there is then is the program's own."""
+        if self._ranks.world_size > 1:
+            leave_group()
 
     def _problem(self, ids: list[int], sampling: SamplingParams) -> str:
         """What is wrong with one prompt's ids or params, whatever the model's context; empty if nothing is."""
@@ -237,6 +264,36 @@ class LLM:
         if self._tokenizer is None:
             raise RequestError("this model has no tokenizer.json; give token ids")
         return self._tokenizer.encode(text).tolist()
+
+
+def _share_config(board: Board, arguments: Sequence[str]) -> Config:
+    """Rank 0's options, on every rank; what is wrong with them is raised on all of them."""
+    options: Config | ConfigError | SystemExit | None = None
+    if board.ranks.rank == 0:
+        try:
+            options = parse_args(arguments)
+        except (ConfigError, SystemExit) as exc:  # --help has been printed
+            options = exc
+    # Gathered, not shared: rank 0 would meet the others for its next LLM before they have read what is wrong with this one.
+    options = board.gather("config", options)[0]
+    if not isinstance(options, Config):
+        assert options is not None
+        raise options
+    return options
+
+
+def _plan_together(board: Board, config: Config) -> Plan:
+    """As make_plan. What one rank cannot serve (its host may have other files) is raised on all: they would wait for it."""
+    plan, problem = None, None
+    try:
+        plan = make_plan(config, board.ranks)
+    except SpmdServeError as exc:
+        problem = exc
+    problems = [found for found in board.gather("plan problem", problem) if found is not None]
+    if problem is not None or problems:
+        raise problem or problems[0]
+    assert plan is not None
+    return plan
 
 
 def _text_of(result: Generation, tokenizer: TextTokenizer) -> str:

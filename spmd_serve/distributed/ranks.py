@@ -175,12 +175,17 @@ def join_group(ranks: RankInfo, store: Store | None, timeout_s: float) -> None:
         timeout_s: how long one exchange may wait.
 
     Raises:
-        DistributedError: the ranks cannot connect to each other.
+        DistributedError: the ranks cannot connect to each other, or this process has a default group already.
     """
     if ranks.world_size == 1:
         return
     import torch.distributed as dist  # here, because it takes seconds, and --help or a typing error does not need it
 
+    if dist.is_initialized():
+        raise DistributedError(
+            "torch.distributed has a process group already, of an LLM that is not closed or of this program: close the LLM, or "
+            "make it before the program's own group (its group, gloo and of all ranks, can be used until it is closed)"
+        )
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         name = choose_interface(ranks, interfaces(), address_towards(ranks.store_host, ranks.store_port))
         if name is not None:

@@ -29,7 +29,7 @@ SWEEP_INTERVAL = 5.0  # seconds between looks for such clients
 
 # What a Finish's code means in HTTP; anything else is 500.
 _STATUS_OF_CODE = {
-    "context_length": 400,
+    "context_length_exceeded": 400,
     "empty_prompt": 400,
     "overloaded": 503,
     "draining": 503,
@@ -39,7 +39,7 @@ _STATUS_OF_CODE = {
 }
 # Codes of requests that the scheduler did not accept. They are no sequences that ended: another frontend's requests may fill
 # the queue, and a refusal must count the same whoever speaks it.
-_REFUSALS = ("context_length", "empty_prompt", "overloaded", "draining")
+_REFUSALS = ("context_length_exceeded", "empty_prompt", "overloaded", "draining")
 
 
 class Dispatcher:

@@ -16,6 +16,7 @@ from spmd_serve.frontend.answers import error_body
 from spmd_serve.frontend.responses import CONNECTION
 
 HEAD_TIMEOUT = 30.0  # seconds from a connection, or a request's first byte, to its complete head
+REST_TIMEOUT = 60.0  # seconds from an answer before the end of its request's body to the next request's head
 UNREAD_LIMIT = 60.0  # seconds in which a client must read something of a finished answer
 MAX_HEAD = 64 * 1024  # bytes of request line and headers; of what else comes that is no body, as trailers are
 MAX_PIPELINED = 2048  # requests of a connection that wait for the answers to those before them
@@ -180,8 +181,11 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        self._unfinished.popleft()
+        answered = self._unfinished.popleft()
         super().on_response_complete()
+        if answered.more_body and not self.transport.is_closing():
+            # The rest is read and dropped. uvicorn's timer for idle connections ends with its first byte, and for good.
+            self._head_timer = self.loop.call_later(REST_TIMEOUT, self.transport.abort)
         self._watch_unread(None)
 
     def _watch_unread(self, before: int | None) -> None:

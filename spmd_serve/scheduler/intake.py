@@ -53,9 +53,9 @@ class Intake:
             return None
         message = (
             f"the prompt has {length} tokens; at most {longest} fit "
-            f"(context {self.max_model_len}, KV pool {self.capacity} tokens)"
+            f"(maximum context length {self.max_model_len}, KV pool {self.capacity} tokens)"
         )
-        return _refusal(request, message, "context_length")
+        return _refusal(request, message, "context_length_exceeded")  # clients know by these words, or by the code
 
     def make_sequence(self, request: Request, now: float) -> Sequence:
         """A new Sequence. `now` is rank 0's time in seconds."""

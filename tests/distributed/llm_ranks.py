@@ -8,7 +8,7 @@ import os
 import sys
 from pathlib import Path
 
-from spmd_serve.errors import ModelError, RequestError
+from spmd_serve.errors import ConfigError, DistributedError, ModelError, RequestError
 from spmd_serve.llm import LLM
 from spmd_serve.types import SamplingParams
 
@@ -29,13 +29,26 @@ def main() -> None:
         llm.generate([PROMPT, PROMPT], [PARAMS, SamplingParams(max_tokens=4, temperature=-1.0)])
     except RequestError as exc:
         said.append(str(exc))
-    llm.close()
-    llm.close()
     try:
-        LLM("--model", "/nowhere")
-    except ModelError as exc:
+        LLM(*OPTIONS)  # beside the first one, which goes on
+    except DistributedError as exc:
         said.append(str(exc))
-    llm = LLM(*OPTIONS)
+    # What rank 0 alone is given, and what is wrong with it, does not leave the others a call behind.
+    first = os.environ["RANK"] == "0"
+    for prompts, params in (("text", PARAMS), ([PROMPT], []), ([[1.5]], PARAMS), (["\ud800"], PARAMS), (None, PARAMS)):
+        try:
+            llm.generate(prompts if first else [], params if first else [])  # type: ignore[arg-type]
+        except (RequestError, TypeError, ValueError) as exc:
+            said.append(type(exc).__name__)
+        said += [result.text for result in llm.generate([PROMPT], PARAMS)]
+    llm.close()
+    llm.close()
+    for wrong in (("--model", "/nowhere"), ("--nope",)):  # rank 0's arguments count, and raise on all ranks
+        try:
+            LLM(*(wrong if first else OPTIONS))
+        except (ModelError, ConfigError) as exc:
+            said.append(str(exc))
+    llm = LLM(*(OPTIONS if first else ("--page-size", "4", "--nope")))
     said += [result.text for result in llm.generate([PROMPT], PARAMS)]
     llm.close()
     if os.environ["RANK"] == "0":

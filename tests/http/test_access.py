@@ -208,6 +208,33 @@ def test_silent_connections_are_closed(start: Start, monkeypatch: pytest.MonkeyP
         assert second.recv(1) == b""
 
 
+@pytest.mark.parametrize("rest", [b"x", b"x" * 1000], ids=["part", "whole"])
+@pytest.mark.parametrize(("path", "length"), [("/nope", 1000), ("/v1/completions", 10**9)])
+def test_what_follows_an_early_answer_is_awaited_for_a_while_only(
+    start: Start, monkeypatch: pytest.MonkeyPatch, path: str, length: int, rest: bytes
+) -> None:
+    """A client that sends some or all of its body behind a refusal, and then nothing, would keep its connection for ever."""
+    monkeypatch.setattr(http_protocol, "REST_TIMEOUT", 0.3)
+    service = start()
+    with socket.create_connection(address(service), timeout=5) as client, contextlib.suppress(ConnectionResetError):
+        client.sendall(b"POST %b HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % (path.encode(), length))
+        assert b"HTTP/1.1 4" in until(client, b"}}")
+        client.sendall(rest)
+        assert client.recv(1) == b""
+
+
+def test_a_request_behind_one_whose_answer_came_early(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http_protocol, "REST_TIMEOUT", 0.3)
+    service = start(step_interval=0.05)
+    with socket.create_connection(address(service), timeout=5) as client:
+        client.sendall(b"POST /nope HTTP/1.1\r\nhost: x\r\ncontent-length: 4\r\n\r\n")
+        assert b"404" in until(client, b"}}")
+        body = b'{"prompt": "again ", "max_tokens": 12, "ignore_eos": true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body)
+        client.sendall(b"rest" + head + body)
+        assert b"200 OK" in until(client, b"usage")  # after longer than that
+
+
 def test_heads_are_bounded(service: FakeService) -> None:
     with socket.create_connection(address(service), timeout=5) as endless, pytest.raises(ConnectionError):
         endless.sendall(b"GET / HTTP/1.1\r\nx: ")

@@ -252,16 +252,18 @@ def test_a_full_queue(start: Start) -> None:
     assert post(service, n=5).status_code == 200
 
 
-def test_what_the_scheduler_refuses_is_not_counted_as_ended(start: Start) -> None:
-    """As what the frontend refuses by itself: a queue may be full of another frontend's requests."""
+@pytest.mark.parametrize(("code", "status"), [("overloaded", 503), ("context_length_exceeded", 400)])
+def test_what_the_scheduler_refuses_is_not_counted_as_ended(start: Start, code: str, status: int) -> None:
+    """As what the frontend refuses by itself: a queue may be full of another frontend's requests, or the pool smaller than
+    the context, which the frontend does not know where --num-pages does not say it."""
     service = start()
     service.core.paused.set()
     with ThreadPoolExecutor() as pool:
         answer = pool.submit(post, service)
         wait_until("the request is there", lambda: bool(service.core.seen), 5)
-        refusal = Finish(service.core.seen[0].uid, FinishReason.ERROR, "try again later", "overloaded")
+        refusal = Finish(service.core.seen[0].uid, FinishReason.ERROR, "it cannot run", code)
         service.frontend.link.publish(StepOutput(1, finished=[refusal]))
-        assert answer.result().status_code == 503
+        assert (answer.result().status_code, answer.result().json()["error"]["code"]) == (status, code)
     assert outcome(service, "error") == 0
     assert service.metric("spmd_serve_request_duration_seconds_count") == 0
 

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
-from spmd_serve.errors import DeviceMemoryError, RequestError
+from spmd_serve.errors import DeviceMemoryError, ModelError, RequestError
 from spmd_serve.llm import LLM
 from spmd_serve.types import SamplingParams
 
@@ -209,6 +210,18 @@ def test_ids_of_any_integer_type(tmp_path: Path) -> None:
                 llm.generate([wrong], GREEDY)
     finally:
         llm.close()
+
+
+def test_a_process_group_of_the_programs_own_stays(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(ModelError):
+            LLM("--model", str(tmp_path / "nothing"))
+        LLM("--model", str(tmp_path), *OPTIONS).close()
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
 
 
 FORKED = """

@@ -79,8 +79,9 @@ def test_can_never_fit(overlap: bool) -> None:
     loop.check_texts()
     assert loop.ended[0].reason == "length"
     assert len(loop.texts[0]) == 64 + 1 - 40  # the last token needs no memory
-    assert loop.ended[1].code == "context_length"
+    assert loop.ended[1].code == "context_length_exceeded"
     assert "100" in loop.ended[1].message and "64" in loop.ended[1].message
+    assert "maximum context length" in loop.ended[1].message  # the words, beside the code, by which clients know
     assert [f.uid for f in loop.outputs[0].finished] == [1], "refused at once"
     assert len(loop.texts[2]) == 5
 
@@ -97,7 +98,7 @@ def test_context_is_a_limit() -> None:
         ]
     )
     assert (len(loop.texts[0]), loop.ended[0].reason) == (5, "length")
-    assert loop.ended[1].code == "context_length"
+    assert loop.ended[1].code == "context_length_exceeded"
     assert loop.ended[2].reason == "length" and 2 not in loop.texts
     assert loop.ended[3].code == "empty_prompt"
 

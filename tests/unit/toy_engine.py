@@ -268,7 +268,7 @@ class ToyLoop:
         for uid, finish in self.ended.items():
             text = self.texts.get(uid, [])
             expected, reason = oracle(self.requests[uid], self.max_length)
-            if finish.code in ("context_length", "empty_prompt", "overloaded", "draining"):
+            if finish.code in ("context_length_exceeded", "empty_prompt", "overloaded", "draining"):
                 assert text == []
             elif (finish.reason == "error" and finish.code != "model_error") or (
                 uid in self.aborted and finish.reason in ("abort", "stop")
