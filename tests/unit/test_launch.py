@@ -276,6 +276,14 @@ def test_the_exit_code_is_torchruns_but_for_a_clean_drain_and_a_refusal(
     assert list(folder.iterdir()) == [], "nothing is left behind"
 
 
+def test_serve_sh_is_for_one_machine_whatever_torchruns_variables_say() -> None:
+    env = {**os.environ, "PYTHON": sys.executable, "NPROC": "2", "PET_NNODES": "2", "PET_NODE_RANK": "1"}
+    command = [LAUNCH / "serve.sh", "--max-num-seqs", "0"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--max-num-seqs is 0" in done.stderr, "torchrun did not wait for another machine"
+
+
 def test_a_reader_of_the_log_may_leave(tmp_path: Path) -> None:
     record = json.dumps({"message": {"message": "SignalException: Process 7 got signal: 15"}})
     body = f"""
