@@ -5,7 +5,7 @@
 # Ranks report by a file that they write as their last act: OUTCOME/ATTEMPT.LOCAL_RANK is a clean end, with .refused added
 # a refusal (wrong options, a model that cannot be served). Prints the number of the last attempt.
 last_attempt() { # last_attempt OUTCOME
-    find "$1" -name '[0-9]*.[0-9]*' -exec basename {} \; | sort -n | tail -n 1 | cut -d . -f 1
+    find "$1" -maxdepth 1 -name '[0-9]*.[0-9]*' -exec basename {} \; | sort -n | tail -n 1 | cut -d . -f 1
 }
 
 # True when the last attempt was refused. To torchrun its ranks ended well, or it would start them again (--max-restarts).
@@ -47,6 +47,8 @@ run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean en
     if command -v setpriv >/dev/null; then die_with_parent=(setpriv --pdeathsig TERM); fi
     trap pass_signal_on TERM INT HUP
     trap '' PIPE # whoever read our words has gone, as with `| grep -m1 ready`: that must not end us in the midst of a drain
+    # torchrun makes a folder for logs in TMPDIR at each start, and leaves it there. Whoever asks it for logs keeps them.
+    if [ -z "${PET_LOG_DIR:-}${PET_REDIRECTS:-}${PET_TEE:-}" ]; then export PET_LOG_DIR=$outcome/torchrun; fi
     set -m # a process group of its own: Ctrl-C in a terminal reaches this script alone, which passes it on
     SPMD_SERVE_OUTCOME_DIR=$outcome TORCHELASTIC_ERROR_FILE=$outcome/torchrun.json \
         "${die_with_parent[@]}" "$PYTHON" -m torch.distributed.run --nproc-per-node="$nproc" "$@" &

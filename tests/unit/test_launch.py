@@ -284,6 +284,17 @@ def test_serve_sh_is_for_one_machine_whatever_torchruns_variables_say() -> None:
     assert "--max-num-seqs is 0" in done.stderr, "torchrun did not wait for another machine"
 
 
+def test_torchruns_own_folder_goes_too_unless_logs_are_asked_for(tmp_path: Path) -> None:
+    body = "import tempfile; pathlib.Path(tempfile.mkdtemp(dir=os.environ.get('PET_LOG_DIR') or None, prefix='torchelastic_'))"
+    body = f"os.makedirs(os.environ.get('PET_LOG_DIR', outcome), exist_ok=True); {body}"
+    python, folder = fake_torchrun(tmp_path, body), tmp_path / "temporary"
+    folder.mkdir()
+    for asked, left in (({}, 0), ({"PET_REDIRECTS": "3"}, 1), ({"PET_LOG_DIR": f"{folder}/logs"}, 2)):
+        done = bash("run_ranks 2 || exit $?", PYTHON=python, TMPDIR=str(folder), **asked)
+        assert done.returncode == 0, done.stderr
+        assert len(list(folder.iterdir())) == left, asked
+
+
 def test_a_reader_of_the_log_may_leave(tmp_path: Path) -> None:
     record = json.dumps({"message": {"message": "SignalException: Process 7 got signal: 15"}})
     body = f"""
