@@ -2,6 +2,10 @@
 # run_ranks: torchrun as a child, signals passed on, and an exit code that tells a clean drain, a refusal and a failure apart.
 # Sourced by serve.sh and multinode.sh after venv.sh.
 
+# If the script is killed, what it waits for must not live on: the kernel sends it SIGTERM.
+die_with_parent=()
+if command -v setpriv >/dev/null; then die_with_parent=(setpriv --pdeathsig TERM); fi
+
 # Ranks report by a file that they write as their last act: OUTCOME/ATTEMPT.LOCAL_RANK is a clean end, with .refused added
 # a refusal (wrong options, a model that cannot be served). Prints the number of the last attempt.
 last_attempt() { # last_attempt OUTCOME
@@ -36,15 +40,13 @@ pass_signal_on() {
 }
 
 run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean end or drain, 2 after a refusal, else torchrun's exit code
-    local nproc=$1 outcome code cores torchrun signals=0 die_with_parent=()
+    local nproc=$1 outcome code cores torchrun signals=0
     shift
     outcome=$(mktemp -d "${TMPDIR:-/tmp}/spmd_serve.XXXXXX") || die "no folder can be made in ${TMPDIR:-/tmp}; set TMPDIR"
     if [ -z "${OMP_NUM_THREADS:-}" ]; then # else torchrun warns and sets 1
         cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) # nproc minds a batch system's limits
         export OMP_NUM_THREADS=$((cores > nproc ? cores / nproc : 1))
     fi
-    # If this script is killed, torchrun must not live on: the kernel sends it SIGTERM.
-    if command -v setpriv >/dev/null; then die_with_parent=(setpriv --pdeathsig TERM); fi
     trap pass_signal_on TERM INT HUP
     trap '' PIPE # whoever read our words has gone, as with `| grep -m1 ready`: that must not end us in the midst of a drain
     # torchrun makes a folder for logs in TMPDIR at each start, and leaves it there. Whoever asks it for logs keeps them.
@@ -64,7 +66,9 @@ run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean en
         wait "$torchrun" || code=$? # at once, its own: the shell remembers it
     fi
     trap - TERM INT HUP
-    if [ "$code" -ne 0 ] && drained_cleanly "$outcome" "$nproc"; then
+    if [ "$code" -eq 143 ] && [ "$signals" -gt 0 ]; then
+        code=0 # our SIGTERM has ended it, which it only lets happen before it starts the ranks
+    elif [ "$code" -ne 0 ] && drained_cleanly "$outcome" "$nproc"; then
         say "torchrun was signalled and all $nproc ranks ended cleanly: exit 0 (its traceback above is its way to say so)"
         code=0
     elif [ "$code" -eq 0 ] && refused "$outcome"; then
