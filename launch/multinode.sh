@@ -101,8 +101,20 @@ done
 
 ensure_python
 if [ -n "$interface" ]; then export GLOO_SOCKET_IFNAME=$interface NCCL_SOCKET_IFNAME="=$interface"; fi
-head_address=$("$PYTHON" "$ROOT/launch/preflight.py" --head "$head" --port "$port" --nnodes "$nnodes" \
-    --node-rank "$node_rank" --wait "$wait_seconds" --interface "${GLOO_SOCKET_IFNAME:-}") || exit 1
+# The nodes may wait for each other for long: what stops this script meanwhile ends the check too, which holds the port.
+stop_check() {
+    kill "$check" 2>/dev/null || true
+    if [ -n "$check_only" ]; then exit 1; fi
+    say "stopped while it waited for the other nodes"
+    exit 0
+}
+exec 9< <(exec "${die_with_parent[@]}" "$PYTHON" "$ROOT/launch/preflight.py" --head "$head" --port "$port" \
+    --nnodes "$nnodes" --node-rank "$node_rank" --wait "$wait_seconds" --interface "${GLOO_SOCKET_IFNAME:-}")
+check=$!
+trap stop_check TERM INT HUP
+wait "$check" || exit 1
+read -r head_address <&9
+exec 9<&-
 if [ -n "$check_only" ]; then exit 0; fi
 
 # Static rendezvous: node ranks are the given ones, so that rank 0 is on the head (c10d would sort hosts by name).

@@ -2,10 +2,14 @@
 # run_ranks: torchrun as a child, signals passed on, and an exit code that tells a clean drain, a refusal and a failure apart.
 # Sourced by serve.sh and multinode.sh after venv.sh.
 
+# If the script is killed, what it waits for must not live on: the kernel sends it SIGTERM.
+die_with_parent=()
+if command -v setpriv >/dev/null; then die_with_parent=(setpriv --pdeathsig TERM); fi
+
 # Ranks report by a file that they write as their last act: OUTCOME/ATTEMPT.LOCAL_RANK is a clean end, with .refused added
 # a refusal (wrong options, a model that cannot be served). Prints the number of the last attempt.
 last_attempt() { # last_attempt OUTCOME
-    find "$1" -name '[0-9]*.[0-9]*' -exec basename {} \; | sort -n | tail -n 1 | cut -d . -f 1
+    find "$1" -maxdepth 1 -name '[0-9]*.[0-9]*' -exec basename {} \; | sort -n | tail -n 1 | cut -d . -f 1
 }
 
 # True when the last attempt was refused. To torchrun its ranks ended well, or it would start them again (--max-restarts).
@@ -36,17 +40,17 @@ pass_signal_on() {
 }
 
 run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean end or drain, 2 after a refusal, else torchrun's exit code
-    local nproc=$1 outcome code cores torchrun signals=0 die_with_parent=()
+    local nproc=$1 outcome code cores torchrun signals=0
     shift
     outcome=$(mktemp -d "${TMPDIR:-/tmp}/spmd_serve.XXXXXX") || die "no folder can be made in ${TMPDIR:-/tmp}; set TMPDIR"
     if [ -z "${OMP_NUM_THREADS:-}" ]; then # else torchrun warns and sets 1
         cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) # nproc minds a batch system's limits
         export OMP_NUM_THREADS=$((cores > nproc ? cores / nproc : 1))
     fi
-    # If this script is killed, torchrun must not live on: the kernel sends it SIGTERM.
-    if command -v setpriv >/dev/null; then die_with_parent=(setpriv --pdeathsig TERM); fi
     trap pass_signal_on TERM INT HUP
     trap '' PIPE # whoever read our words has gone, as with `| grep -m1 ready`: that must not end us in the midst of a drain
+    # torchrun makes a folder for logs in TMPDIR at each start, and leaves it there. Whoever asks it for logs keeps them.
+    if [ -z "${PET_LOG_DIR:-}${PET_REDIRECTS:-}${PET_TEE:-}" ]; then export PET_LOG_DIR=$outcome/torchrun; fi
     set -m # a process group of its own: Ctrl-C in a terminal reaches this script alone, which passes it on
     SPMD_SERVE_OUTCOME_DIR=$outcome TORCHELASTIC_ERROR_FILE=$outcome/torchrun.json \
         "${die_with_parent[@]}" "$PYTHON" -m torch.distributed.run --nproc-per-node="$nproc" "$@" &
@@ -62,7 +66,9 @@ run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean en
         wait "$torchrun" || code=$? # at once, its own: the shell remembers it
     fi
     trap - TERM INT HUP
-    if [ "$code" -ne 0 ] && drained_cleanly "$outcome" "$nproc"; then
+    if [ "$code" -eq 143 ] && [ "$signals" -gt 0 ]; then
+        code=0 # our SIGTERM has ended it, which it only lets happen before it starts the ranks
+    elif [ "$code" -ne 0 ] && drained_cleanly "$outcome" "$nproc"; then
         say "torchrun was signalled and all $nproc ranks ended cleanly: exit 0 (its traceback above is its way to say so)"
         code=0
     elif [ "$code" -eq 0 ] && refused "$outcome"; then

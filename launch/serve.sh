@@ -49,5 +49,6 @@ fi
 MAX_RESTARTS=${MAX_RESTARTS:-0}
 [[ $MAX_RESTARTS =~ ^[0-9]+$ ]] || die "MAX_RESTARTS is '$MAX_RESTARTS'; it must be a number, 0 or more"
 # --standalone: torchrun's store takes a free port, so two servers on one host never meet. Its ranks would look for the store by
-# the host's own name, which not every machine's resolver knows.
-run_ranks "$NPROC" --standalone --local-addr=localhost --max-restarts="$MAX_RESTARTS" -m spmd_serve "$@" || exit $?
+# the host's own name, which not every machine's resolver knows. --nnodes: a pod that is one of several has PET_NNODES, and torchrun
+# would wait for the others without end.
+run_ranks "$NPROC" --standalone --nnodes=1 --local-addr=localhost --max-restarts="$MAX_RESTARTS" -m spmd_serve "$@" || exit $?

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import ast
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from spmd_serve.distributed.process import say_error
+from spmd_serve.distributed.ranks import die_with_parent
 from spmd_serve.errors import ConfigError, ModelError, RequestError
 
 
@@ -36,6 +38,8 @@ def main(argv: Sequence[str]) -> int:
     if argv[0] not in known:
         print(f"spmd_serve.bench: there is no benchmark '{argv[0]}'; there are\n{listing}", file=sys.stderr)
         return 2
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # a rank of torchrun's, which may be killed
+        die_with_parent()
     try:
         return int(importlib.import_module(f"spmd_serve.bench.{argv[0]}").main(argv[1:]))
     except (ConfigError, ModelError, RequestError) as exc:  # what the user gave cannot be measured

@@ -10,13 +10,13 @@ import argparse
 import os
 import statistics
 import subprocess
-import sys
 import time
 from array import array
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from spmd_serve.bench.stats import quantile
+from spmd_serve.bench.torchrun import environment, torchrun
 from spmd_serve.bench.workloads import parse_count, parse_counts
 from spmd_serve.config import parse_args, resolved
 from spmd_serve.distributed.beats import Progress
@@ -70,9 +70,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _launch(ranks: int, *arguments: str) -> int:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += ["-m", "spmd_serve.bench", "control_plane", *arguments]
-    return subprocess.run(command, env={"OMP_NUM_THREADS": "1"} | os.environ, check=False).returncode
+    command = torchrun(ranks, "-m", "spmd_serve.bench", "control_plane", *arguments)
+    # A group of its own: Ctrl-C is for this process, which kills torchrun, and with it its ranks.
+    return subprocess.run(command, env=environment(), process_group=0, check=False).returncode
 
 
 # ---- one exchange -------------------------------------------------------------------------------------------------

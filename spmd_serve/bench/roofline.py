@@ -19,7 +19,15 @@ from typing import Any
 import torch
 
 from spmd_serve.assembly import make_plan
-from spmd_serve.bench.workloads import ENGINE_OPTIONS, Workload, decode, make_workload, offline_256, parse_count
+from spmd_serve.bench.workloads import (
+    ENGINE_OPTIONS,
+    Workload,
+    decode,
+    make_workload,
+    offline_256,
+    parse_count,
+    parse_rate,
+)
 from spmd_serve.config import parse_args
 from spmd_serve.distributed.ranks import rank_info
 from spmd_serve.models.model_config import ModelConfig
@@ -187,8 +195,8 @@ def main(argv: list[str]) -> int:
         prog="python -m spmd_serve.bench roofline", description=__doc__, epilog=ENGINE_OPTIONS, allow_abbrev=False
     )
     parser.add_argument("--ranks", type=parse_count, default=1, help="GPUs that share the model (default: 1)")
-    parser.add_argument("--bandwidth", type=float, help="GB/s of one device (default: measured)")
-    parser.add_argument("--tflops", type=float, help="TFLOP/s of one device (default: measured)")
+    parser.add_argument("--bandwidth", type=parse_rate, help="GB/s of one device (default: measured)")
+    parser.add_argument("--tflops", type=parse_rate, help="TFLOP/s of one device (default: measured)")
     parser.add_argument("--json", action="store_true", help="print one JSON line per workload")
     args, engine_options = parser.parse_known_args(argv)
     plan = make_plan(parse_args(engine_options), rank_info(os.environ))
@@ -196,10 +204,12 @@ def main(argv: list[str]) -> int:
     weight_bytes = 1 if plan.config.model.quantization == "fp8" else dtype.itemsize
     kv_bytes = 1 if plan.config.cache.kv_dtype == "fp8" else dtype.itemsize
     costs = costs_of(plan.model, weight_bytes, kv_bytes)
-    if args.bandwidth and args.tflops:
-        device = Device(1e9 * args.bandwidth * args.ranks, 1e12 * args.tflops * args.ranks)
-    else:
-        device = measure_device(plan.device, dtype, args.ranks)
+    bandwidth = args.bandwidth and 1e9 * args.bandwidth * args.ranks
+    flops = args.tflops and 1e12 * args.tflops * args.ranks
+    if bandwidth is None or flops is None:
+        measured = measure_device(plan.device, dtype, args.ranks)
+        bandwidth, flops = bandwidth or measured.bandwidth, flops or measured.flops
+    device = Device(bandwidth, flops)
     if not args.json:
         print(
             f"{plan.config.model.model} in {plan.config.model.dtype}: {costs.weights_read(1) / 1e6:.1f} MB of weights a step,"

@@ -13,7 +13,6 @@ import json
 import os
 import random
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -35,6 +34,7 @@ import msgspec
 from spmd_serve.bench.client import Job
 from spmd_serve.bench.dummy_core import DummyCore
 from spmd_serve.bench.stats import Timings, percentiles_ms
+from spmd_serve.bench.torchrun import environment, torchrun
 from spmd_serve.bench.workloads import MAX_TOKEN_ID, parse_count, parse_range
 from spmd_serve.config import Config, ModelOptions, ServerOptions
 from spmd_serve.distributed.process import children_of
@@ -174,25 +174,21 @@ def report_of(timings: Timings) -> dict[str, Any]:
 
 
 @contextmanager
-def started_server(model: str | None, ranks: int, options: str, **environment: str) -> Iterator[str]:
+def started_server(model: str | None, ranks: int, options: str, **variables: str) -> Iterator[str]:
     """A server under torchrun; its URL. Without one it exits: with 2 and no word when the server has said what it refuses.
 
     Args:
         model: None is the server's default.
         options: more options of the server, in one string.
-        environment: more variables for it.
+        variables: more variables for it.
     """
     with tempfile.TemporaryDirectory(prefix="spmd_serve-bench-") as folder:
         address = Path(folder) / "address"
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-        command += ["-m", "spmd_serve", "--port", "0", "--address-file", str(address)]
+        command = torchrun(ranks, "-m", "spmd_serve", "--port", "0", "--address-file", str(address))
         command += ["--model", model] if model else []
         command += split_options("--server-args", options)
-        # Ranks leave word of a refusal in the folder, and then torchrun adds no traceback to their one line. It would also warn
-        # that it sets this variable.
-        environ = {"OMP_NUM_THREADS": "1"} | os.environ | environment | {"SPMD_SERVE_OUTCOME_DIR": folder}
-        if setpriv := shutil.which("setpriv"):  # should this process be killed
-            command = [setpriv, "--pdeathsig", "TERM", *command]
+        # Ranks leave word of a refusal in the folder, and then torchrun adds no traceback to their one line.
+        environ = environment() | variables | {"SPMD_SERVE_OUTCOME_DIR": folder}
         # A group of its own: Ctrl-C is for this process, which ends the server as it ends after a run.
         server = subprocess.Popen(command, stdout=sys.stderr, env=environ, process_group=0)
         handlers = {number: signal.signal(number, _leave) for number in (signal.SIGTERM, signal.SIGHUP)}

@@ -12,6 +12,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from spmd_serve.bench.workloads import ENGINE_OPTIONS, parse_count
+from spmd_serve.errors import ConfigError
 from spmd_serve.llm import LLM
 from spmd_serve.types import SamplingParams
 
@@ -29,6 +30,11 @@ def main(argv: list[str]) -> int:
     parser.add_argument("--steps", type=parse_count, default=64, help="decode steps in the trace (default: 64)")
     parser.add_argument("--output", type=Path, default=None, help="where to write the Chrome trace (default: nowhere)")
     options, engine_options = parser.parse_known_args(argv)
+    if options.output is not None:  # the profiler itself only logs that it cannot write, when all is done
+        try:
+            options.output.open("ab").close()
+        except OSError as error:
+            raise ConfigError(f"--output: {options.output} cannot be written ({error.strerror})") from None
     llm = LLM(*engine_options)
     prompts = [[(7 * i + j) % 1000 + 10 for j in range(options.prompt_len)] for i in range(options.batch_size)]
 

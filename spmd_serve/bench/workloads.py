@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import random
 from dataclasses import dataclass
 
@@ -37,6 +38,17 @@ def parse_count(text: str, least: int = 1) -> int:
     if count < least:
         raise argparse.ArgumentTypeError(f"'{text}' is not a number of {least} or more")
     return count
+
+
+def parse_rate(text: str) -> float:
+    """'3.35' -> 3.35"""
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = math.nan
+    if not 0 < rate < math.inf:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    return rate
 
 
 def parse_counts(text: str) -> list[int]:

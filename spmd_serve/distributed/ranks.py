@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import fcntl
 import os
+import re
 import signal
 import socket
 import struct
@@ -67,7 +68,9 @@ def rank_info(environ: Mapping[str, str]) -> RankInfo:
 
     def number(name: str, default: str | None = None) -> int:
         text = environ.get(name, default)
-        if text is None or not text.isdigit():
+        if text is None:
+            raise ConfigError(f"the environment variable {name} is not set; start the ranks with torchrun")
+        if not re.fullmatch("[0-9]{1,9}", text):  # isdigit() knows digits that are none of int()'s
             raise ConfigError(
                 f"the environment variable {name} is {text!r}, not a number; start the ranks with torchrun"
             )
@@ -92,6 +95,8 @@ def rank_info(environ: Mapping[str, str]) -> RankInfo:
         )
     if world_size > 1 and not info.store_host:
         raise ConfigError("MASTER_ADDR is not set; start the ranks with torchrun")
+    if info.store_port > 65535:
+        raise ConfigError(f"MASTER_PORT is {info.store_port}, which is no port; start the ranks with torchrun")
     return info
 
 

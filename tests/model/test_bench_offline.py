@@ -7,6 +7,8 @@ import os
 import subprocess
 import sys
 
+import pytest
+
 
 def run(*command: str) -> str:
     env = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -26,8 +28,9 @@ def test_offline_under_torchrun_reports_once() -> None:
     assert 0 < report["inter_token_p50_ms"] <= report["inter_token_p99_ms"]
 
 
-def test_roofline_of_the_bundled_model() -> None:
-    given = ("--bandwidth", "31", "--tflops", "1", "--dtype", "bfloat16", "--json")
+@pytest.mark.parametrize("arithmetic", [("--tflops", "1"), ()], ids=["given", "measured"])
+def test_roofline_of_the_bundled_model(arithmetic: tuple[str, ...]) -> None:
+    given = ("--bandwidth", "31", *arithmetic, "--dtype", "bfloat16", "--json")
     lines = [json.loads(line) for line in run("-m", "spmd_serve.bench", "roofline", *given).splitlines()]
     rates = {line["workload"]: line["output_tokens_per_s"] for line in lines}
     # 134.5 M parameters of two bytes at 31 GB/s are 115 tokens/s, a little less with the KV.

@@ -103,6 +103,13 @@ def test_counts_are_one_or_more(options: str, capsys: pytest.CaptureFixture[str]
     assert "is not a number of 1 or more" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", ["roofline --bandwidth 0", "roofline --tflops nan"])
+def test_rates_are_above_0(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(options.split())
+    assert "is not a number above 0" in capsys.readouterr().err
+
+
 def test_the_report_of_a_run() -> None:
     results = [Generation([1], [5, 6, 7], [10.1, 10.2, 10.4]), Generation([1], [8, 9], [10.3, 10.4])]
     report = report_of(Workload("w", ((1, 3), (1, 2))), results, began=10.0, wall=0.5)
@@ -121,6 +128,7 @@ def test_the_report_of_a_run() -> None:
         (["serve", "--url", "http://127.0.0.1:1"], "--url http://127.0.0.1:1 cannot be reached"),
         (["compare", "--peer", "/no/such/program"], "--peer /no/such/program is no program"),
         (["serve", "--url", "https://localhost:8000"], "the clients speak no TLS"),
+        (["trace", "--output", "/no/such/trace.json"], "--output: /no/such/trace.json cannot be written"),
         (["serve", "--url", "localhost"], "such as http://127.0.0.1:8000"),
     ],
 )

@@ -7,15 +7,14 @@ import signal
 import socket
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support.fake_service import start_fake
+from support.processes import arguments_of, offspring
 from support.server import wait_until
 
 from spmd_serve.bench import serve
 from spmd_serve.bench.stats import Timings, percentiles_ms, quantile
-from spmd_serve.distributed.process import children_of
 from spmd_serve.errors import ConfigError
 
 
@@ -73,9 +72,9 @@ def test_a_signal_leaves_no_server_behind(number: int) -> None:
         while "ready at" not in (line := bench.stderr.readline()):
             assert line, "it did not come up"
         wait_until(
-            "clients have come", lambda: any("bench.client" in args for args in _offspring(bench.pid).values()), 60
+            "clients have come", lambda: any("bench.client" in args for args in offspring(bench.pid).values()), 60
         )
-        all_of_it = _offspring(bench.pid)
+        all_of_it = offspring(bench.pid)
         assert len(all_of_it) >= 3  # torchrun, a rank, a client
         bench.send_signal(number)
         _, errors = bench.communicate(timeout=60)
@@ -83,24 +82,8 @@ def test_a_signal_leaves_no_server_behind(number: int) -> None:
         bench.kill()
     assert bench.returncode == 128 + number
     assert "Traceback" not in errors
-    left = [args for pid, args in all_of_it.items() if _arguments(pid) == args]
+    left = [args for pid, args in all_of_it.items() if arguments_of(pid) == args]
     assert left == []
-
-
-def _arguments(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
-    except (FileNotFoundError, ProcessLookupError):
-        return ""
-
-
-def _offspring(pid: int) -> dict[int, str]:
-    """Processes below it -> their arguments, those that have any."""
-    children = children_of(pid)
-    found = {child: _arguments(child) for child in children}
-    for child in children:
-        found |= _offspring(child)
-    return {child: args for child, args in found.items() if args}
 
 
 def test_options_with_spaces() -> None:

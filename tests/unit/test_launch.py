@@ -20,6 +20,7 @@ import kubernetes_validate
 import pytest
 import yaml
 from support.ports import free_port
+from support.server import wait_until
 
 import spmd_serve
 
@@ -276,6 +277,36 @@ def test_the_exit_code_is_torchruns_but_for_a_clean_drain_and_a_refusal(
     assert list(folder.iterdir()) == [], "nothing is left behind"
 
 
+def test_serve_sh_is_for_one_machine_whatever_torchruns_variables_say() -> None:
+    env = {**os.environ, "PYTHON": sys.executable, "NPROC": "2", "PET_NNODES": "2", "PET_NODE_RANK": "1"}
+    command = [LAUNCH / "serve.sh", "--max-num-seqs", "0"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert "--max-num-seqs is 0" in done.stderr, "torchrun did not wait for another machine"
+
+
+def test_torchruns_own_folder_goes_too_unless_logs_are_asked_for(tmp_path: Path) -> None:
+    body = "import tempfile; pathlib.Path(tempfile.mkdtemp(dir=os.environ.get('PET_LOG_DIR') or None, prefix='torchelastic_'))"
+    body = f"os.makedirs(os.environ.get('PET_LOG_DIR', outcome), exist_ok=True); {body}"
+    python, folder = fake_torchrun(tmp_path, body), tmp_path / "temporary"
+    folder.mkdir()
+    for asked, left in (({}, 0), ({"PET_REDIRECTS": "3"}, 1), ({"PET_LOG_DIR": f"{folder}/logs"}, 2)):
+        done = bash("run_ranks 2 || exit $?", PYTHON=python, TMPDIR=str(folder), **asked)
+        assert done.returncode == 0, done.stderr
+        assert len(list(folder.iterdir())) == left, asked
+
+
+def test_a_signal_before_torchrun_takes_any_is_a_stop_as_well(tmp_path: Path) -> None:
+    started = tmp_path / "started"
+    code = f"set -euo pipefail; . {LAUNCH}/venv.sh; . {LAUNCH}/ranks.sh; run_ranks 2 || exit $?"
+    python = fake_torchrun(tmp_path, f"pathlib.Path({str(started)!r}).touch(); time.sleep(60)")
+    env = {**os.environ, "PYTHON": python, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen(["bash", "-c", code], env=env, start_new_session=True) as process:
+        wait_until("torchrun", started.exists, 20, 0.05)
+        process.terminate()
+        assert process.wait(20) == 0
+
+
 def test_a_reader_of_the_log_may_leave(tmp_path: Path) -> None:
     record = json.dumps({"message": {"message": "SignalException: Process 7 got signal: 15"}})
     body = f"""
@@ -397,6 +428,23 @@ def test_a_missing_head_is_named_at_the_deadline() -> None:
     assert code == 1
     assert "Connection refused" in line
     assert "'127.0.0.1' is this node's own loopback" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGKILL])
+def test_a_node_that_is_stopped_while_it_waits_for_the_others(number: int) -> None:
+    port = free_port()
+    place = ["--head", "127.0.0.1", "--port", str(port), "--nnodes", "2", "--node-rank", "0", "--wait", "30"]
+    command = ["env", "--default-signal=HUP,INT", str(LAUNCH / "multinode.sh"), *place]
+
+    def hello() -> bool:
+        with socket.socket() as sock:
+            return sock.connect_ex(("127.0.0.1", port)) == 0
+
+    with subprocess.Popen(command, env={**os.environ, "PYTHON": sys.executable}, start_new_session=True) as process:
+        wait_until("listening", hello, 20, 0.05)
+        process.send_signal(number)
+        assert process.wait(10) == (-9 if number == signal.SIGKILL else 0)
+    wait_until("the port is let go of", lambda: not hello(), 10, 0.05)
 
 
 def test_an_unknown_interface_is_told() -> None:

@@ -50,15 +50,22 @@ def test_without_torchrun_there_is_one_rank() -> None:
     ("change", "says"),
     [
         ({"RANK": "x"}, "RANK is 'x'"),
+        ({"RANK": "²"}, "RANK is '²'"),
         ({"WORLD_SIZE": ""}, "WORLD_SIZE is ''"),
         ({"RANK": "8"}, "RANK 8 of WORLD_SIZE 8"),
         ({"LOCAL_RANK": "4"}, "LOCAL_RANK 4 of LOCAL_WORLD_SIZE 4"),
         ({"MASTER_ADDR": ""}, "MASTER_ADDR is not set"),
+        ({"MASTER_PORT": "65536"}, "MASTER_PORT is 65536, which is no port"),
     ],
 )
 def test_an_impossible_environment(change: dict[str, str], says: str) -> None:
     with pytest.raises(ConfigError, match=says):
         rank_info(TORCHRUN | change)
+
+
+def test_a_rank_without_a_world_size() -> None:
+    with pytest.raises(ConfigError, match="WORLD_SIZE is not set"):
+        rank_info({"RANK": "0"})
 
 
 def test_ranks_share_the_cores() -> None:
