@@ -53,7 +53,7 @@ def main() -> None:
         tokens = LARGEST[0] - turn * 61
         x = torch.randn(tokens, LARGEST[1], device=device, generator=own).bfloat16()
         residual = torch.randn(tokens, LARGEST[1], device=device, generator=common).bfloat16()
-        assert comm.overlaps(x) and not comm.overlaps(torch.cat((x, x)))
+        assert comm.overlaps(x) and not comm.overlaps(torch.cat((x, x, x)))  # the latter is more than LARGEST
         expected = (comm.all_gather(x).float().sum(dim=0) + residual.float()).bfloat16()
         sums = []
         for half, into in zip(x.tensor_split(2), residual.tensor_split(2), strict=True):

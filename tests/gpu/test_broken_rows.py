@@ -52,7 +52,8 @@ def test_nobody_notices(options: tuple[str, ...], tmp_path: Path) -> None:
     pages = 96 // int(options[1]) + 2
     llm = LLM("--model", str(tmp_path), "--num-pages", str(pages), "--max-num-seqs", "8", "--device", "cuda", *options)
     try:
-        check_that_nobody_notices(llm, tolerance=0.1)
+        # FlashInfer reads FP8's NaN as 480.
+        check_that_nobody_notices(llm, tolerance=0.1, caches_nan="--kv-dtype" not in options)
     finally:
         llm.close()
         torch.cuda.empty_cache()
