@@ -193,13 +193,17 @@ class Decoder:
                 normed = layer.accumulate_ahead_(x, normed, step, caches, following)
             return normed
         if first.can_accumulate and self._ctx.comm.adds_at_once(x):
-            *before, (last, step, caches) = zip(self.layers, steps, kv, strict=True)
+            *before, (last, step, caches) = layers = list(zip(self.layers, steps, kv, strict=True))
             if num_decodes < len(x) and self._ctx.comm.overlaps(x):
                 halves, sums = x.tensor_split(2), [_nothing] * 2
-                for layer, whole, layer_caches in before:
+                for layer, whole, layer_caches in layers if kept is None else before:
                     sums = layer.accumulate_halves_(halves, sums, whole, layer_caches)
                 for add in sums:
                     add()
+                if (
+                    kept is None
+                ):  # in halves to the end: this must not take more memory than the largest step with kept rows
+                    return self.norm(x)
             else:
                 for layer, whole, layer_caches in before:
                     x = layer.accumulate_(x, whole, layer_caches)

@@ -128,7 +128,7 @@ def test_every_way_to_share_a_layer_out(features: int, size: int, tokens: int) -
             None,
             [WideConfig(32, 4, parts=True), WideConfig(40, 3, parts=True), WideConfig(64, 8, parts=True)],
         ),
-        (3072, 1024, "silu", [WideConfig(24), WideConfig(24, early=False), WideConfig(48)]),
+        (3072, 1024, "silu", [WideConfig(24), WideConfig(30), WideConfig(48)]),
         (17408, 5120, "silu", [WideConfig(128, room=WHOLE_ROOM), WideConfig(66)]),
         (
             5120,

@@ -38,7 +38,6 @@ struct Arguments {
   int activation;             // 0 none, 1 silu, 2 gelu_tanh: rows of w come in two halves, gate and up
   int parts;                  // out is float32
   int shared;                 // the splits of a tile are a cluster, and share its rows out in groups of 8
-  int early;                  // the next kernel may start when this one has its input
 };
 
 // ---- barriers and copies --------------------------------------------------------------------------------------------
@@ -307,7 +306,7 @@ __global__ void __launch_bounds__(kThreads, 1)
         }
         if (pass == 0) {
           asm volatile("griddepcontrol.wait;" ::: "memory");
-          if (a.early) asm volatile("griddepcontrol.launch_dependents;");
+          asm volatile("griddepcontrol.launch_dependents;");
         }
       }
     }
@@ -404,7 +403,8 @@ bool make_map(CUtensorMap* map, const void* at, int rows, int columns, int strid
 
 }  // namespace
 
-// Launches on `stream`; dependent: 0 no programmatic dependent launch, 1 yes, 2 the next kernel may start early. features and tile_rows must be
+// Launches on `stream`; dependent: with programmatic dependent launch; the next kernel may start when this one has
+// its input. features and tile_rows must be
 // even, columns and x_stride multiples of 8, all pointers 16-byte aligned. room: bytes of shared memory a block may take.
 // Returns a CUDA error code; -1: the shape does not fit.
 extern "C" int wide_linear(const void* x, const void* w, const void* bias, void* out, int tokens, int features, int columns, int x_stride, int activation,
@@ -421,7 +421,7 @@ extern "C" int wide_linear(const void* x, const void* w, const void* bias, void*
   a.bias = static_cast<const __nv_bfloat16*>(bias), a.out = out;
   a.tokens = tokens, a.features = features, a.steps = (columns + kColumns - 1) / kColumns;
   a.tile_rows = tile_rows, a.splits = splits;
-  a.activation = activation, a.parts = parts, a.early = dependent == 2;
+  a.activation = activation, a.parts = parts;
   a.shared = splits > 1 && !parts;
   a.stage_bytes = kTokenBytes + halves * n * kRowBytes;
   // In front the dynamic memory may have to be aligned; behind the stages come a cluster's sums.
@@ -445,6 +445,6 @@ extern "C" int wide_linear(const void* x, const void* w, const void* bias, void*
   config.dynamicSmemBytes = bytes;
   config.stream = stream;
   config.attrs = attributes;
-  config.numAttrs = dependent > 0 ? 2 : 1;
+  config.numAttrs = dependent ? 2 : 1;
   return static_cast<int>(cudaLaunchKernelEx(&config, kernel, a, x_map, w_map));
 }

@@ -33,13 +33,12 @@ class WideConfig:
     """rows: of the weight (in a gated layer, of the gate) a block, even; splits: blocks that share the columns, a cluster.
 
     room: bytes of shared memory a block may take. With HALF_ROOM the next kernel's blocks can move in before this one's
-    have left, if `early`. parts: the splits are no cluster; the output is their float32 sums, for `add_parts_`.
+    have left. parts: the splits are no cluster; the output is their float32 sums, for `add_parts_`.
     """
 
     rows: int
     splits: int = 1
     room: int = HALF_ROOM
-    early: bool = True
     parts: bool = False
 
 
@@ -65,8 +64,7 @@ def wide_linear(
     done = launch(
         library.wide_linear, x.device,
         x, weight, bias, out, tokens, features, in_features, x.stride(0), ACTIVATIONS.index(activation),
-        config.parts, config.rows, config.splits, config.room,
-        (2 if config.early else 1) if launch_options(tokens)["PDL"] else 0,
+        config.parts, config.rows, config.splits, config.room, launch_options(tokens)["PDL"] > 0,
     )  # fmt: skip
     return out if done else None
 
