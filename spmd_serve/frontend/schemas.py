@@ -33,6 +33,7 @@ HARMLESS: dict[str, tuple[Any, ...]] = {
     "early_stopping": (False,),  # of a beam search, as is length_penalty
     "function_call": ("none", "auto"),  # there are no functions to choose from
     "functions": ([],),
+    "guided_decoding_backend": ("auto", "guidance"),
     "include_obfuscation": (False,),
     "length_penalty": (1, 1.0),
     "metadata": ({},),

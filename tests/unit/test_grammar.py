@@ -110,6 +110,7 @@ def node(*required: str) -> dict[str, Any]:
         ({"guided_grammar": 'start: "x" num\nnum: /[0-9]+/'}, "x12", "12"),
         ({"structured_outputs": {"grammar": 'root ::= "a" | "b" root'}}, "bba", "bb"),
         ({"guided_grammar": '?start: "x" | "y"'}, "y", "z"),
+        ({"guided_regex": "a+", "structured_outputs": {"regex": "a+"}}, "aa", "b"),  # as guidance names it twice
         (
             {"guided_grammar": r'root ::= "\u00e9\U0001f600\u0022" [\u00e0-\u00ff\u005d] "\\u00e9"'},
             '\u00e9\U0001f600"]\\u00e9',
@@ -166,6 +167,8 @@ def test_a_gbnf_is_refused_before_its_conversion_takes_long(compiler: GrammarCom
 @pytest.mark.parametrize(
     ("param", "fields"),
     [
+        ("guided_regex", {"guided_regex": "a+", "structured_outputs": {"regex": "b+"}}),
+        ("guided_regex", {"guided_regex": "a+", "structured_outputs": {"grammar": "a+"}}),
         ("guided_json", {"guided_json": {"type": "nothing"}}),
         ("guided_json", {"guided_json": "{"}),
         ("guided_json", {"guided_json": "5"}),
