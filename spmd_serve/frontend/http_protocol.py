@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import select
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import httptools
@@ -110,7 +111,10 @@ def _answer_http_1_0(cycle: RequestResponseCycle) -> None:
 
 
 class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
-    """uvicorn's HTTP protocol with limits on connections and on request heads, and a way past `send`."""
+    """uvicorn's HTTP protocol with limits on connections and on request heads, and a way past `send`.
+
+    `count_response` gets the status of answers that no application gives.
+    """
 
     _in_head = True  # a request's head is expected or incomplete
     _head_came = False  # in the data that is being handled
@@ -119,15 +123,19 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
     _head_timer: asyncio.TimerHandle | None = None
     _left_timer: asyncio.TimerHandle | None = None
 
-    def __init__(self, *arguments: Any, max_connections: int, **options: Any) -> None:
+    def __init__(
+        self, *arguments: Any, max_connections: int, count_response: Callable[[int], None], **options: Any
+    ) -> None:
         super().__init__(*arguments, **options)
         self._max_connections = max_connections
+        self._count_response = count_response
         self.parser = _Parser(self)
         self._unfinished: deque[RequestResponseCycle] = deque()  # the one in work, and those that wait behind it
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         if len(self.connections) > self._max_connections:
+            self._count_response(503)
             transport.write(_FULL)
             transport.close()
             return
@@ -232,6 +240,7 @@ class LimitedProtocol(HttpToolsProtocol):  # type: ignore[misc]
 
     def send_400_response(self, msg: str) -> None:
         if not self.transport.is_closing():  # as it is when the parser has been stopped by `_cut_off`
+            self._count_response(400)
             super().send_400_response(msg)
 
     def connection_lost(self, exc: Exception | None) -> None:

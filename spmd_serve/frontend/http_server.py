@@ -52,9 +52,14 @@ class HttpThread:
         self._on_beat = on_beat
         self._stopping = False
         self._started = threading.Event()
+        protocol = partial(
+            LimitedProtocol,
+            max_connections=allow_connections(config.server.max_connections),
+            count_response=self._services.metrics.count_response,
+        )
         settings = uvicorn.Config(
             make_app(config, self._services),  # type: ignore[arg-type]
-            http=partial(LimitedProtocol, max_connections=allow_connections(config.server.max_connections)),  # type: ignore[arg-type]
+            http=protocol,  # type: ignore[arg-type]
             ws="none",
             lifespan="off",
             access_log=False,

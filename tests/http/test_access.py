@@ -162,6 +162,15 @@ def test_connections_are_bounded(start: Start) -> None:
             while sixth.recv(65536):  # until it is closed
                 pass
     wait_until("there is room again", lambda: httpx.get(f"{service.url}/health").status_code == 200, 3)
+    assert service.metric('spmd_serve_http_responses_total{status="503"}') >= 1
+
+
+def test_what_is_no_http_is_counted_too(start: Start) -> None:
+    service = start()
+    with socket.create_connection(address(service), timeout=5) as sender:
+        sender.sendall(b"HELO me\r\n\r\n")
+        assert sender.recv(65536).startswith(b"HTTP/1.1 400")
+    assert service.metric('spmd_serve_http_responses_total{status="400"}') == 1
 
 
 def test_a_low_limit_of_open_files_is_raised(start: Start) -> None:
