@@ -11,12 +11,14 @@ import time
 import torch
 import torch.distributed as dist
 
+from spmd_serve.distributed import copied_sums
 from spmd_serve.distributed.collectives import Communicator
 from spmd_serve.distributed.ranks import join_group, leave_group, rank_info
 
 SIZES = (4, 8, 1024, 1020, 1028, 5120, 8192, 327_680, 524_288, 1_310_720, 2_097_152, 60, 1924, 500_000, 41_943_040)
 TURNS = 300
 LARGEST = (4096, 5120)
+copied_sums.MIN_BYTES = 1
 
 
 def main() -> None:
