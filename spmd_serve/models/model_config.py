@@ -1,4 +1,4 @@
-"""What the decoder needs to know of a model, whatever file it came from. Families fill it in models/registry.py."""
+"""What the decoder needs to know of a model, whatever file it came from. models/registry.py fills it, by models/families.py."""
 
 from __future__ import annotations
 
