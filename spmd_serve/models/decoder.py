@@ -56,9 +56,8 @@ class DecoderLayer:
     @property
     def can_accumulate(self) -> bool:
         """Whether a block's output goes straight into the residual stream, and linear layers can take the norms in."""
-        if self.attention_pre is None or self.attention_post is not None:
-            return False
-        return self.attention_pre.scale.dtype == self._ctx.activations
+        norm = self.attention_pre
+        return self._ctx.model.only_adds and norm is not None and norm.scale.dtype == self._ctx.activations
 
     def accumulate_(self, stream: Tensor, step: StepTensors, kv: Pair) -> Tensor:
         """The layer with norms and residual adds inside other kernels. Collective (twice).
