@@ -2,6 +2,15 @@
 
 The decoder holds one rank's shard. Two all-reduces per layer (after attention and after the MLP) make the hidden state
 equal on all ranks; logits stay sharded over the vocabulary.
+
+`DecoderLayer.__call__` says what a layer computes. Where ModelConfig.only_adds, steps may go through the layers in other ways,
+which give the same with fewer kernels; `Decoder.__call__` takes the first that fits:
+
+    ScriptedLayers.decode_  CPUs that compute in float32, decoding rows alone: TorchScript, in scripted_layers.py
+    accumulate_ahead_       one GPU, few tokens, neither experts nor FP8: a linear layer takes in the add and the norm after it
+    accumulate_halves_      GPUs with copy engines to sum by, large prefills: one half's sum beside the other half's products
+    accumulate_             one rank, or GPUs whose sums add as well: linear layers take in the norm before them and the add
+    __call__                all others
 """
 
 from __future__ import annotations
@@ -133,6 +142,9 @@ class DecoderLayer:
                 yield WeightPiece.whole(norm.weight, f"{self._prefix}.{name}.weight")
 
 
+LayerStep = tuple[DecoderLayer, StepTensors, Pair]  # a layer, what it needs to know of the step, and its K and V caches
+
+
 class Decoder:
     """The whole model on one rank."""
 
@@ -182,34 +194,44 @@ class Decoder:
             x = x * self._embed_scale
         if kept is None and self._scripted is not None and self._scripted.decode_(x, step, kv):
             return self.norm(x)
-        first = self.layers[0]
         steps = [step] * (len(self.layers) - 1) + [replace(step, kept=kept)]
+        layers = list(zip(self.layers, steps, kv, strict=True))
         if all(layer.takes_following(x) for layer in self.layers):
-            norms = [layer.attention_pre for layer in self.layers[1:]] + [self.norm]
-            normed = _add_norm(x, None, first.attention_pre)[0]
-            for layer, following, step, caches in zip(self.layers, norms, steps, kv, strict=True):
-                assert following is not None
-                normed = layer.accumulate_ahead_(x, normed, step, caches, following)
-            return normed
-        if first.can_accumulate and self._ctx.comm.adds_at_once(x):
-            *before, (last, step, caches) = zip(self.layers, steps, kv, strict=True)
-            if num_decodes < len(x) and self._ctx.comm.overlaps(x):
-                halves, sums = x.tensor_split(2), [_nothing] * 2
-                for layer, whole, layer_caches in before:
-                    sums = layer.accumulate_halves_(halves, sums, whole, layer_caches)
-                for add in sums:
-                    add()
-            else:
-                for layer, whole, layer_caches in before:
-                    x = layer.accumulate_(x, whole, layer_caches)
-            if kept is not None and last.takes_following(x[: len(kept)]):
-                normed = _add_norm(x, None, last.attention_pre)[0]
-                return last.accumulate_ahead_(x, normed, step, caches, self.norm)
-            return self.norm(last.accumulate_(x, step, caches))
+            return self._accumulate_ahead_(x, layers)
+        if self.layers[0].can_accumulate and self._ctx.comm.adds_at_once(x):
+            return self._accumulate_(x, layers)
         residual: Tensor | None = None
-        for layer, step, caches in zip(self.layers, steps, kv, strict=True):
-            x, residual = layer(x, residual, step, caches)
+        for layer, layer_step, caches in layers:
+            x, residual = layer(x, residual, layer_step, caches)
         return _add_norm(x, residual, self.norm)[0]
+
+    def _accumulate_ahead_(self, x: Tensor, layers: Sequence[LayerStep]) -> Tensor:
+        """The last `layers` by `accumulate_ahead_`, and the norm after them. Writes into the residual stream x."""
+        following = [layer.attention_pre for layer, _, _ in layers[1:]] + [self.norm]
+        normed = _add_norm(x, None, layers[0][0].attention_pre)[0]
+        for (layer, step, caches), norm in zip(layers, following, strict=True):
+            assert norm is not None
+            normed = layer.accumulate_ahead_(x, normed, step, caches, norm)
+        return normed
+
+    def _accumulate_(self, x: Tensor, layers: Sequence[LayerStep]) -> Tensor:
+        """All layers by `accumulate_` or in halves, and the norm after them. Writes into the residual stream x.
+
+        Where the last layer keeps few rows, it may go ahead alone.
+        """
+        *before, (last, last_step, last_caches) = layers
+        if last_step.num_decodes < len(x) and self._ctx.comm.overlaps(x):
+            halves, sums = x.tensor_split(2), [_nothing] * 2
+            for layer, step, caches in before:
+                sums = layer.accumulate_halves_(halves, sums, step, caches)
+            for add in sums:
+                add()
+        else:
+            for layer, step, caches in before:
+                x = layer.accumulate_(x, step, caches)
+        if last_step.kept is not None and last.takes_following(x[: len(last_step.kept)]):
+            return self._accumulate_ahead_(x, layers[-1:])
+        return self.norm(last.accumulate_(x, last_step, last_caches))
 
     def pack(self) -> None:
         """Once, after loading: bring the weights into the order that the linear layers are fastest with.
