@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from spmd_serve.errors import ModelError, UnsupportedModelError
-from spmd_serve.layers.rotary import RopeConfig, check_rope
+from spmd_serve.layers.rotary import ROPE_KINDS, RopeConfig, check_rope
 from spmd_serve.models.defaults import DEFAULTS
 from spmd_serve.models.families import ALIASES, FAMILIES, Raw
 from spmd_serve.models.fp8 import fp8_checkpoint
@@ -17,7 +17,6 @@ from spmd_serve.tokenizer_files import eos_of_tokenizer
 from spmd_serve.types import SamplingParams
 
 _ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_pytorch_tanh": "gelu_tanh", "gelu_new": "gelu_tanh"}
-_ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 _MAX_LAYERS = 10_000
 _SIZES = (
     "vocab_size",
@@ -242,8 +241,8 @@ def _rope(params: dict[str, Any], raw: Raw, head_dim: int, partial: bool) -> Rop
     kind = params.get("rope_type") or params.get("type") or "default"
     if kind in ("su", "yarn") and "long_factor" in params:  # earlier names in Phi-3's files
         kind = "longrope"
-    if kind not in _ROPE_KINDS:
-        raise UnsupportedModelError(f"rotary embedding of type {kind}; supported are {', '.join(_ROPE_KINDS)}")
+    if kind not in ROPE_KINDS:
+        raise UnsupportedModelError(f"rotary embedding of type {kind}; supported are {', '.join(ROPE_KINDS)}")
     original = raw.get("original_max_position_embeddings") or params.get("original_max_position_embeddings")
     if kind in ("yarn", "dynamic", "longrope", "llama3"):
         original = original or raw["max_position_embeddings"]
