@@ -25,7 +25,7 @@ from spmd_serve.layers.embedding import Embedding
 from spmd_serve.layers.linear import Linear
 from spmd_serve.layers.norm import RMSNorm
 from spmd_serve.layers.rotary import rope_factors, rope_table
-from spmd_serve.models.blocks import MLP, Attention, DecoderContext, KVLayers, MoE, Pair, StepTensors
+from spmd_serve.models.blocks import MLP, Attention, DecoderContext, LayerKV, MoE, StepTensors
 from spmd_serve.models.scripted_layers import ScriptedLayers, script_layers
 from spmd_serve.models.weights import WeightPiece
 
@@ -49,8 +49,11 @@ class DecoderLayer:
         self.attention_post = ctx.norm(hidden) if model.post_norms else None
         self.mlp_post = ctx.norm(hidden) if model.post_norms else None
 
-    def __call__(self, x: Tensor, residual: Tensor | None, step: StepTensors, kv: Pair) -> Pair:
-        """x: the last block's output, not yet added to residual. Returns the same pair, of the kept rows. Collective (twice)."""
+    def __call__(self, x: Tensor, residual: Tensor | None, step: StepTensors, kv: LayerKV) -> tuple[Tensor, Tensor]:
+        """x: the last block's output, [tokens, hidden], not yet added to `residual`. Returns the same two, of the kept rows.
+
+        Collective (twice).
+        """
         comm = self._ctx.comm
         x, residual = _add_norm(x, residual, self.attention_pre)
         x, residual = comm.all_reduce(self.attention(x, step, kv)), step.keep(residual)
@@ -68,7 +71,7 @@ class DecoderLayer:
         norm = self.attention_pre
         return self._ctx.model.only_adds and norm is not None and norm.scale.dtype == self._ctx.activations
 
-    def accumulate_(self, stream: Tensor, step: StepTensors, kv: Pair) -> Tensor:
+    def accumulate_(self, stream: Tensor, step: StepTensors, kv: LayerKV) -> Tensor:
         """The layer with norms and residual adds inside other kernels. Collective (twice).
 
         Updates the residual stream and returns it; where not all rows are kept, returns a stream of those.
@@ -84,7 +87,7 @@ class DecoderLayer:
         return kept
 
     def accumulate_halves_(
-        self, halves: Sequence[Tensor], sums: Sequence[Callable[[], object]], step: StepTensors, kv: Pair
+        self, halves: Sequence[Tensor], sums: Sequence[Callable[[], object]], step: StepTensors, kv: LayerKV
     ) -> list[Callable[[], object]]:
         """`accumulate_` of all rows in two halves: while the sum over ranks of one is on its way, the other's products run.
 
@@ -111,7 +114,7 @@ class DecoderLayer:
         return self.attention.o.takes_following(x) and mlp.down.takes_following(x)
 
     def accumulate_ahead_(
-        self, stream: Tensor, normed: Tensor, step: StepTensors, kv: Pair, following: RMSNorm
+        self, stream: Tensor, normed: Tensor, step: StepTensors, kv: LayerKV, following: RMSNorm
     ) -> Tensor:
         """The layer with residual add and the norm after it in one kernel.
 
@@ -142,7 +145,7 @@ class DecoderLayer:
                 yield WeightPiece.whole(norm.weight, f"{self._prefix}.{name}.weight")
 
 
-LayerStep = tuple[DecoderLayer, StepTensors, Pair]  # a layer, what it needs to know of the step, and its K and V caches
+LayerStep = tuple[DecoderLayer, StepTensors, LayerKV]  # a layer, what it needs to know of the step, and its caches
 
 
 class Decoder:
@@ -174,7 +177,7 @@ class Decoder:
         positions: Tensor,
         kv_locations: Tensor,
         num_decodes: int,
-        kv: KVLayers,
+        kv: list[LayerKV],
         kept: Tensor | None = None,
     ) -> Tensor:
         """tokens, positions, kv_locations: int64 [tokens] -> hidden states after the last norm, [tokens, hidden].
@@ -267,7 +270,7 @@ def _nothing() -> object:
     return None
 
 
-def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> Pair:
+def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual); without a norm the sum itself stands for both."""
     if residual is None:
         return (x if norm is None else norm(x)), x
