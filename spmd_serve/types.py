@@ -50,7 +50,8 @@ def _is_count(value: int | None) -> bool:
 class SamplingParams:
     """How one request is sampled. All values are validated by the frontend, or by `problem`; `seed` is always concrete.
 
-    A sampled token is a pure function of (logits, these, seed, position).
+    A sampled token is a pure function of (logits, these, seed, position). A field that changes logits must make `is_filtered` or
+    `needs_extras` true: rows without either are drawn by temperature alone.
     """
 
     max_tokens: int  # new tokens, already clamped to the context
@@ -310,7 +311,12 @@ class Finish:
 class StepStats:
     """Gauges and counters of the scheduler and the loop at the end of a step, for /metrics. Times in seconds.
 
+    All that the frontend knows of the engine's state. Scheduler.stats fills it in, and StepLoop the times.
+
     Attributes:
+        preempted_total: times that a running sequence was put back to wait.
+        pages_free, pages_cached: see scheduler/page_pool.py; the others of `pages_total` are used.
+        prompt_tokens_total, cached_tokens_total: of sequences whose first token is out; those found in the prefix cache.
         step_time: without the exchange; 0 when nothing was computed.
         rank_exchange_times: the last exchange of each rank, as its last beat told. A rank that waits long in it is early:
             the slowest rank has the shortest time.

@@ -2,6 +2,9 @@
 
 Queries come packed: first one row per decoding sequence, then the rows of the prefill chunks. K and V of all of them
 are in the paged cache already when `attend` runs, so a backend only reads the cache.
+
+A backend's name is a choice of --attention (config.py) and known to `make_backend`; engine/build.py has what auto becomes, and
+with which backend decode steps are captured. Of TorchAttention decode steps on CPUs are computed in kernels/scripted.py.
 """
 
 from __future__ import annotations
@@ -99,11 +102,12 @@ class AttentionBackend(ABC):
 
 
 def make_backend(name: str, device: torch.device) -> AttentionBackend:
-    """`name`: torch or flashinfer. Imported here so that nobody needs FlashInfer without a GPU."""
+    """`name`: as --attention, but for auto. Imported here so that nobody needs FlashInfer without a GPU."""
     if name == "flashinfer":
         from spmd_serve.attention.flashinfer import FlashInferAttention
 
         return FlashInferAttention(device)
     from spmd_serve.attention.torch_native import TorchAttention
 
+    assert name == "torch", f"there is no attention backend {name}"
     return TorchAttention()

@@ -119,12 +119,14 @@ def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> 
 
 
 def _pick_attention(requested: str, model: ModelConfig, *, gpu: bool) -> str:
-    """flashinfer or torch.
+    """What is asked for; for auto flashinfer where it can be, else torch.
 
     Raises:
         ConfigError: FlashInfer was asked for, and there is no GPU, or no prefill kernel for the model's heads; or it is wanted
             and not installed.
     """
+    if requested not in ("auto", "flashinfer"):
+        return requested
     if requested == "flashinfer" and not gpu:
         raise ConfigError(
             "--attention flashinfer needs an NVIDIA GPU; give --attention torch, or leave the option away"
@@ -138,7 +140,7 @@ def _pick_attention(requested: str, model: ModelConfig, *, gpu: bool) -> str:
         logger.warning(
             "attention in plain torch, without CUDA graphs: FlashInfer has no kernel for heads of %d", model.head_dim
         )
-    if requested == "torch" or not gpu or not fits:
+    if not gpu or not fits:
         return "torch"
     if importlib.util.find_spec("flashinfer") is None:  # else its import fails once the weights are read
         raise ConfigError(

@@ -3,8 +3,9 @@
 A token is a pure function of (logits, sampling params, seed, position): argmax of logit / T + Gumbel noise, where the
 noise is a function of seed, position and vocabulary index (kernels/gumbel.py). Each rank takes its shard's best; the
 ranks exchange (value, index) pairs and the best pair wins, the lowest index on ties. top-k, top-p and min-p become a
-threshold per row; logits below it are filtered on every rank alike. On GPUs one kernel finds it, over the gathered logits; CPUs
-work it out from each rank's best candidates.
+threshold per row; logits below it are filtered on every rank alike. On GPUs one kernel finds it, over the gathered logits
+(kernels/gpu/filters.py); CPUs work it out from each rank's best candidates (`Sampler._thresholds`). kernels/filters.py has the
+definition.
 """
 
 from __future__ import annotations
@@ -137,5 +138,10 @@ class _Asked:
         top_k = top_k.where(has_top_k, vocab_size)
         any_bare_top_p = bool((~has_top_k[index] & (top_p[index] < 1)).any())
         return index, cls(
-            temperature[index], top_k[index], has_top_k[index], top_p[index], min_p[index], any_bare_top_p
+            temperature=temperature[index],
+            top_k=top_k[index],
+            has_top_k=has_top_k[index],
+            top_p=top_p[index],
+            min_p=min_p[index],
+            any_bare_top_p=any_bare_top_p,
         )

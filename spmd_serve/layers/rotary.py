@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+ROPE_KINDS = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")  # those that `_frequencies` knows
+
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """One rotary embedding. `kind` is Hugging Face's rope_type: default, linear, dynamic, yarn, llama3, longrope."""
+    """One rotary embedding. `kind` is Hugging Face's rope_type, one of ROPE_KINDS."""
 
     theta: float = 10000.0
     kind: str = "default"
@@ -76,9 +78,8 @@ def _frequencies(rope: RopeConfig, dim: int, max_len: int) -> tuple[Tensor, floa
         return _llama3(rope, plain), 1.0
     if rope.kind == "yarn":
         return _yarn(rope, plain, dim)
-    if rope.kind == "longrope":
-        return _longrope(rope, plain, max_len)
-    raise ValueError(f"rope_type '{rope.kind}' is not supported")
+    assert rope.kind == "longrope", f"rope_type {rope.kind} is not in ROPE_KINDS"
+    return _longrope(rope, plain, max_len)
 
 
 def _llama3(rope: RopeConfig, plain: Tensor) -> Tensor:

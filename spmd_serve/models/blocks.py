@@ -24,8 +24,7 @@ from spmd_serve.layers.rotary import rotate
 from spmd_serve.models.model_config import LayerSpec, ModelConfig
 from spmd_serve.models.weights import WeightPiece
 
-KVLayers = list[tuple[Tensor, Tensor]]
-Pair = tuple[Tensor, Tensor]
+LayerKV = tuple[Tensor, Tensor]  # a layer's K and V caches, each [pages, page_size, kv_heads of this rank, head_dim]
 
 
 @dataclass(frozen=True)
@@ -122,7 +121,7 @@ class Attention:
         self,
         x: Tensor,
         step: StepTensors,
-        kv: Pair,
+        kv: LayerKV,
         *,
         norm: RMSNorm | None = None,
         residual: Tensor | None = None,
@@ -146,7 +145,7 @@ class Attention:
             return out.new_zeros(len(out), self._ctx.model.hidden_size)
         return self.o(out.view(len(out), -1), residual=residual, following=following)
 
-    def attend(self, qkv: Tensor, step: StepTensors, kv: Pair) -> Tensor:
+    def attend(self, qkv: Tensor, step: StepTensors, kv: LayerKV) -> Tensor:
         """K and V into the cache, and each row's attention: [tokens, q_heads, head_dim]."""
         attention = self._ctx.attention
         if self._q_heads == 0:
@@ -165,7 +164,7 @@ class Attention:
             attention.decode(qkv[:decodes], rotation, *kv, self.spec, out[:decodes])
         return out
 
-    def _cache(self, qkv: Tensor, step: StepTensors, kv: Pair) -> Tensor:
+    def _cache(self, qkv: Tensor, step: StepTensors, kv: LayerKV) -> Tensor:
         """QK-norm, rotation, K and V into the cache; returns q, [tokens, q_heads, head_dim]."""
         heads = qkv.view(qkv.shape[0], -1, self._head_dim)
         split = self._q_heads + self._kv_heads
@@ -178,7 +177,7 @@ class Attention:
         store(kv[1], step.kv_locations, v)
         return qk[:, : self._q_heads]
 
-    def _cache_gpu(self, qkv: Tensor, step: StepTensors, kv: Pair) -> Tensor:
+    def _cache_gpu(self, qkv: Tensor, step: StepTensors, kv: LayerKV) -> Tensor:
         """`_cache` in one kernel."""
         return rope_and_cache(qkv, self._rotation(step.positions), step.kv_locations, *kv)
 

@@ -2,6 +2,15 @@
 
 The decoder holds one rank's shard. Two all-reduces per layer (after attention and after the MLP) make the hidden state
 equal on all ranks; logits stay sharded over the vocabulary.
+
+`DecoderLayer.__call__` says what a layer computes. Where ModelConfig.only_adds, steps may go through the layers in other ways,
+which give the same with fewer kernels; `Decoder.__call__` takes the first that fits:
+
+    ScriptedLayers.decode_  CPUs that compute in float32, decoding rows alone: TorchScript, in scripted_layers.py
+    accumulate_ahead_       one GPU, few tokens, neither experts nor FP8: a linear layer takes in the add and the norm after it
+    accumulate_halves_      GPUs with copy engines to sum by, large prefills: one half's sum beside the other half's products
+    accumulate_             one rank, or GPUs whose sums add as well: linear layers take in the norm before them and the add
+    __call__                all others
 """
 
 from __future__ import annotations
@@ -16,7 +25,7 @@ from spmd_serve.layers.embedding import Embedding
 from spmd_serve.layers.linear import Linear
 from spmd_serve.layers.norm import RMSNorm
 from spmd_serve.layers.rotary import rope_factors, rope_table
-from spmd_serve.models.blocks import MLP, Attention, DecoderContext, KVLayers, MoE, Pair, StepTensors
+from spmd_serve.models.blocks import MLP, Attention, DecoderContext, LayerKV, MoE, StepTensors
 from spmd_serve.models.scripted_layers import ScriptedLayers, script_layers
 from spmd_serve.models.weights import WeightPiece
 
@@ -40,8 +49,11 @@ class DecoderLayer:
         self.attention_post = ctx.norm(hidden) if model.post_norms else None
         self.mlp_post = ctx.norm(hidden) if model.post_norms else None
 
-    def __call__(self, x: Tensor, residual: Tensor | None, step: StepTensors, kv: Pair) -> Pair:
-        """x: the last block's output, not yet added to residual. Returns the same pair, of the kept rows. Collective (twice)."""
+    def __call__(self, x: Tensor, residual: Tensor | None, step: StepTensors, kv: LayerKV) -> tuple[Tensor, Tensor]:
+        """x: the last block's output, [tokens, hidden], not yet added to `residual`. Returns the same two, of the kept rows.
+
+        Collective (twice).
+        """
         comm = self._ctx.comm
         x, residual = _add_norm(x, residual, self.attention_pre)
         x, residual = comm.all_reduce(self.attention(x, step, kv)), step.keep(residual)
@@ -56,11 +68,10 @@ class DecoderLayer:
     @property
     def can_accumulate(self) -> bool:
         """Whether a block's output goes straight into the residual stream, and linear layers can take the norms in."""
-        if self.attention_pre is None or self.attention_post is not None:
-            return False
-        return self.attention_pre.scale.dtype == self._ctx.activations
+        norm = self.attention_pre
+        return self._ctx.model.only_adds and norm is not None and norm.scale.dtype == self._ctx.activations
 
-    def accumulate_(self, stream: Tensor, step: StepTensors, kv: Pair) -> Tensor:
+    def accumulate_(self, stream: Tensor, step: StepTensors, kv: LayerKV) -> Tensor:
         """The layer with norms and residual adds inside other kernels. Collective (twice).
 
         Updates the residual stream and returns it; where not all rows are kept, returns a stream of those.
@@ -76,7 +87,7 @@ class DecoderLayer:
         return kept
 
     def accumulate_halves_(
-        self, halves: Sequence[Tensor], sums: Sequence[Callable[[], object]], step: StepTensors, kv: Pair
+        self, halves: Sequence[Tensor], sums: Sequence[Callable[[], object]], step: StepTensors, kv: LayerKV
     ) -> list[Callable[[], object]]:
         """`accumulate_` of all rows in two halves: while the sum over ranks of one is on its way, the other's products run.
 
@@ -103,7 +114,7 @@ class DecoderLayer:
         return self.attention.o.takes_following(x) and mlp.down.takes_following(x)
 
     def accumulate_ahead_(
-        self, stream: Tensor, normed: Tensor, step: StepTensors, kv: Pair, following: RMSNorm
+        self, stream: Tensor, normed: Tensor, step: StepTensors, kv: LayerKV, following: RMSNorm
     ) -> Tensor:
         """The layer with residual add and the norm after it in one kernel.
 
@@ -132,6 +143,9 @@ class DecoderLayer:
         ):
             if norm is not None:
                 yield WeightPiece.whole(norm.weight, f"{self._prefix}.{name}.weight")
+
+
+LayerStep = tuple[DecoderLayer, StepTensors, LayerKV]  # a layer, what it needs to know of the step, and its caches
 
 
 class Decoder:
@@ -163,7 +177,7 @@ class Decoder:
         positions: Tensor,
         kv_locations: Tensor,
         num_decodes: int,
-        kv: KVLayers,
+        kv: list[LayerKV],
         kept: Tensor | None = None,
     ) -> Tensor:
         """tokens, positions, kv_locations: int64 [tokens] -> hidden states after the last norm, [tokens, hidden].
@@ -183,38 +197,46 @@ class Decoder:
             x = x * self._embed_scale
         if kept is None and self._scripted is not None and self._scripted.decode_(x, step, kv):
             return self.norm(x)
-        first = self.layers[0]
         steps = [step] * (len(self.layers) - 1) + [replace(step, kept=kept)]
+        layers = list(zip(self.layers, steps, kv, strict=True))
         if all(layer.takes_following(x) for layer in self.layers):
-            norms = [layer.attention_pre for layer in self.layers[1:]] + [self.norm]
-            normed = _add_norm(x, None, first.attention_pre)[0]
-            for layer, following, step, caches in zip(self.layers, norms, steps, kv, strict=True):
-                assert following is not None
-                normed = layer.accumulate_ahead_(x, normed, step, caches, following)
-            return normed
-        if first.can_accumulate and self._ctx.comm.adds_at_once(x):
-            *before, (last, step, caches) = layers = list(zip(self.layers, steps, kv, strict=True))
-            if num_decodes < len(x) and self._ctx.comm.overlaps(x):
-                halves, sums = x.tensor_split(2), [_nothing] * 2
-                for layer, whole, layer_caches in layers if kept is None else before:
-                    sums = layer.accumulate_halves_(halves, sums, whole, layer_caches)
-                for add in sums:
-                    add()
-                if (
-                    kept is None
-                ):  # in halves to the end: this must not take more memory than the largest step with kept rows
-                    return self.norm(x)
-            else:
-                for layer, whole, layer_caches in before:
-                    x = layer.accumulate_(x, whole, layer_caches)
-            if kept is not None and last.takes_following(x[: len(kept)]):
-                normed = _add_norm(x, None, last.attention_pre)[0]
-                return last.accumulate_ahead_(x, normed, step, caches, self.norm)
-            return self.norm(last.accumulate_(x, step, caches))
+            return self._accumulate_ahead_(x, layers)
+        if self.layers[0].can_accumulate and self._ctx.comm.adds_at_once(x):
+            return self._accumulate_(x, layers)
         residual: Tensor | None = None
-        for layer, step, caches in zip(self.layers, steps, kv, strict=True):
-            x, residual = layer(x, residual, step, caches)
+        for layer, layer_step, caches in layers:
+            x, residual = layer(x, residual, layer_step, caches)
         return _add_norm(x, residual, self.norm)[0]
+
+    def _accumulate_ahead_(self, x: Tensor, layers: Sequence[LayerStep]) -> Tensor:
+        """The last `layers` by `accumulate_ahead_`, and the norm after them. Writes into the residual stream x."""
+        following = [layer.attention_pre for layer, _, _ in layers[1:]] + [self.norm]
+        normed = _add_norm(x, None, layers[0][0].attention_pre)[0]
+        for (layer, step, caches), norm in zip(layers, following, strict=True):
+            assert norm is not None
+            normed = layer.accumulate_ahead_(x, normed, step, caches, norm)
+        return normed
+
+    def _accumulate_(self, x: Tensor, layers: Sequence[LayerStep]) -> Tensor:
+        """All layers by `accumulate_` or in halves, and the norm after them. Writes into the residual stream x.
+
+        Where the last layer keeps few rows, it may go ahead alone.
+        """
+        last_step = layers[-1][1]
+        if last_step.num_decodes < len(x) and self._ctx.comm.overlaps(x):
+            # Where all rows are kept, to the end: whole, the last layer would take memory that no other step does.
+            in_halves = layers if last_step.kept is None else layers[:-1]
+            halves, sums = x.tensor_split(2), [_nothing] * 2
+            for layer, step, caches in in_halves:
+                sums = layer.accumulate_halves_(halves, sums, step, caches)
+            for add in sums:
+                add()
+            layers = layers[len(in_halves) :]
+        for layer, step, caches in layers:
+            if step.kept is not None and layer.takes_following(x[: len(step.kept)]):  # the last one
+                return self._accumulate_ahead_(x, layers[-1:])
+            x = layer.accumulate_(x, step, caches)
+        return self.norm(x)
 
     def pack(self) -> None:
         """Once, after loading: bring the weights into the order that the linear layers are fastest with.
@@ -250,7 +272,7 @@ def _nothing() -> object:
     return None
 
 
-def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> Pair:
+def _add_norm(x: Tensor, residual: Tensor | None, norm: RMSNorm | None) -> tuple[Tensor, Tensor]:
     """(norm(x + residual), x + residual); without a norm the sum itself stands for both."""
     if residual is None:
         return (x if norm is None else norm(x)), x

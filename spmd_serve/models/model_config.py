@@ -1,4 +1,4 @@
-"""What the decoder needs to know of a model, whatever file it came from. Families fill it in models/registry.py."""
+"""What the decoder needs to know of a model, whatever file it came from. models/registry.py fills it, by models/families.py."""
 
 from __future__ import annotations
 
@@ -62,6 +62,15 @@ class ModelConfig:
     quantization: dict[str, Any] | None = None  # quantization_config as in config.json
     fused_weights: bool = False  # checkpoint has qkv_proj / gate_up_proj (Phi-3)
     generation_defaults: dict[str, Any] = field(default_factory=dict)  # from generation_config.json
+
+    @property
+    def only_adds(self) -> bool:
+        """Whether a layer is x += attention(norm(x)); x += mlp(norm(x)).
+
+        Only then may kernels take in norms and adds (see decoder.py). A field that changes what lies between a block and the
+        residual stream belongs in here as well.
+        """
+        return self.pre_norms and not self.post_norms
 
     def short_context(self, max_len: int) -> int:
         """Up to how many tokens a sequence has rotary frequencies of its own (longrope, dynamic); 0: all have the same.

@@ -84,8 +84,9 @@ def script_layers(ctx: DecoderContext, layers: Sequence[DecoderLayer]) -> Script
     model, attention = ctx.model, ctx.attention
     if not ctx.partition.q_heads:  # a rank beyond the last head has no attention to compute
         return None
-    only_adds = model.qk_norm != "full" and model.pre_norms and not model.post_norms
-    if not only_adds or ctx.activations != torch.float32 or not isinstance(attention, TorchAttention):
+    if not model.only_adds or model.qk_norm == "full":
+        return None
+    if ctx.activations != torch.float32 or not isinstance(attention, TorchAttention):
         return None
     weights = [[linear.script_weight if linear else None for linear in layer.linears()] for layer in layers]
     functions = script_functions([weight for of_layer in weights for weight in of_layer])

@@ -25,12 +25,12 @@ class WaitingQueue:
 
     @property
     def first(self) -> Sequence | None:
-        """The one that has waited longest (of the best priority)."""
+        """The first in order of service: see Sequence.order."""
         return self._by_order[0] if self._by_order else None
 
     @property
     def shortest(self) -> Sequence | None:
-        """The one with the shortest prompt (of the best priority)."""
+        """The one with the shortest prompt (of the best priority): see Sequence.size_order."""
         return self._by_size[0][1] if self._by_size else None
 
     def add(self, sequence: Sequence) -> None:

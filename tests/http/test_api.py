@@ -16,6 +16,7 @@ from support.fake_service import EOS, MODEL, FakeService, bundled_tokenizer, fak
 from spmd_serve.bench.dummy_core import fake_logprobs
 from spmd_serve.config import Config, SchedulerOptions
 from spmd_serve.frontend.logprobs import make_prompt_json
+from spmd_serve.frontend.schemas import EXTENSION, ChatBody, CompletionBody
 
 TEXT = "The quick brown fox 👩‍👩‍👧 日本語 jumps over the lazy dog."
 COUNT = len(bundled_tokenizer().encode(TEXT))
@@ -32,12 +33,9 @@ def chat(service: FakeService, content: Any = TEXT, **fields: Any) -> Any:
 
 
 def _call(create: Any, fields: dict[str, Any]) -> Any:
-    extensions = {
-        "top_k", "min_p", "repetition_penalty", "min_tokens", "stop_token_ids", "ignore_eos", "prompt_logprobs",
-        "include_stop_str_in_output", "skip_special_tokens", "add_special_tokens", "structured_outputs", "guided_json",
-        "guided_regex", "guided_choice", "guided_grammar", "priority", "cache_salt", "timeout_", "add_generation_prompt",
-        "continue_final_message", "chat_template_kwargs",
-    }  # fmt: skip
+    known = (CompletionBody.model_fields | ChatBody.model_fields).items()
+    extensions = {name for name, field in known if field.json_schema_extra == EXTENSION}
+    extensions = extensions - {"timeout"} | {"timeout_"}  # the client has a timeout of its own
     extra = {name.rstrip("_"): fields.pop(name) for name in list(fields) if name in extensions}
     return create(model=MODEL, extra_body=extra, **fields)
 

@@ -26,6 +26,7 @@ VOCAB = 131
 PAGE = 4
 WINDOW = 7  # crosses pages and chunks
 MAX_LEN = 41
+TOLERANCE = 1e-4  # of logits in float32
 LENGTHS = (MAX_LEN, 19)  # the two sequences that each family is compared on
 
 _COMMON: dict[str, Any] = {

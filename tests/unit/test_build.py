@@ -9,6 +9,7 @@ import pytest
 import torch
 from support.models import TINY_LLAMA
 
+from spmd_serve.attention.base import make_backend
 from spmd_serve.config import Config
 from spmd_serve.engine.build import resolve_config
 from spmd_serve.errors import ConfigError
@@ -71,3 +72,8 @@ def test_a_cpu_has_torch_attention_and_no_graphs() -> None:
     assert resolved(MODEL, torch.device("cpu")) == resolved(ODD_HEADS, torch.device("cpu")) == ("torch", False)
     with pytest.raises(ConfigError, match="--attention flashinfer needs an NVIDIA GPU"):
         resolved(MODEL, torch.device("cpu"), attention="flashinfer")
+
+
+def test_a_backend_that_nobody_makes_is_not_replaced() -> None:
+    with pytest.raises(AssertionError, match="no attention backend mine"):
+        make_backend("mine", torch.device("cpu"))

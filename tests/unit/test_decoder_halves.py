@@ -25,6 +25,6 @@ def test_halves_give_the_same_logits(family: str, ranks: int, tmp_path: Path, mo
     monkeypatch.setattr(ThreadCommunicator, "start_all_reduce_add_", start)
     families.write_family(family, tmp_path)
     found = on_ranks(ranks, lambda comm: families.largest_difference(tmp_path, comm))
-    assert max(max(of_rank.values()) for of_rank in found) < 1e-4
+    assert max(max(of_rank.values()) for of_rank in found) < families.TOLERANCE
     longest = sum(families.LENGTHS)
     assert {longest // 2, -(-longest // 2)} <= set(started)

@@ -206,4 +206,4 @@ def test_logits_of_a_block_scaled_checkpoint(tmp_path: Path, kept: bool) -> None
     for ranks in (1, 2, 3):
         work = partial(families.largest_difference, tmp_path, fp8=Fp8Format(8) if kept else None)
         found = on_ranks(ranks, work)
-        assert max(max(of_rank.values()) for of_rank in found) < 1e-4, (ranks, found)
+        assert max(max(of_rank.values()) for of_rank in found) < families.TOLERANCE, (ranks, found)

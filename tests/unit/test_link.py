@@ -34,7 +34,7 @@ REQUEST = Request(
     priority=-1,
     cache_salt="salt",
 )
-STATS = StepStats(1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 0.5, 0.25)
+STATS = StepStats(step=1, running=2, pages_total=5, step_time=0.5, rank_exchange_times=(0.25, 0.125))
 OUTPUT = StepOutput(
     4,
     [7, (1 << UID_SHIFT) + 1, 8],

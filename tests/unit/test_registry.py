@@ -16,8 +16,9 @@ from spmd_serve.errors import ModelError, UnsupportedModelError, WeightsError
 from spmd_serve.layers.rotary import rope_table
 from spmd_serve.models import resolve
 from spmd_serve.models.defaults import DEFAULTS
+from spmd_serve.models.families import ALIASES, FAMILIES
 from spmd_serve.models.model_config import ModelConfig
-from spmd_serve.models.registry import ALIASES, FAMILIES, load_model_config
+from spmd_serve.models.registry import load_model_config
 from spmd_serve.models.resolve import resolve_model
 
 LLAMA = {

@@ -6,7 +6,7 @@ from __future__ import annotations
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, rule, run_state_machine_as_test
-from toy_engine import POISON, VOCAB, ToyLoop, make_loop, random_traffic
+from toy_engine import POISON, SCHEDULES, VOCAB, ToyLoop, make_loop, random_traffic
 
 from spmd_serve.types import Abort, FinishReason, Request, ServicePhase
 
@@ -26,7 +26,7 @@ def loops(draw: st.DrawFn) -> ToyLoop:
         max_model_len=draw(st.sampled_from([200, 30])),
         prefix_cache=draw(st.sampled_from([True, True, False])),
         overlap=draw(st.booleans()),
-        schedule=draw(st.sampled_from(["fcfs", "priority"])),
+        schedule=draw(st.sampled_from(SCHEDULES)),
         prefill_share=draw(st.sampled_from([0.01, 0.75, 1.0])),
         max_queue=draw(st.sampled_from([2, 1000])),
         request_timeout=draw(st.sampled_from([None, 20.0])),

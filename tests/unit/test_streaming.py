@@ -156,7 +156,21 @@ def test_stats_and_intervals() -> None:
     assert "spmd_serve_inter_token_seconds_count 4.0" in text
     total = next(line for line in text.splitlines() if line.startswith("spmd_serve_inter_token_seconds_sum"))
     assert float(total.split()[1]) == pytest.approx(3 * 0.004 + 1.004)
-    metrics.set_stats(StepStats(7, 2, 3, 4, 100, 50, 30, 11, 5, 9, 0.5, 0.25))
+    stats = StepStats(
+        step=7,
+        running=2,
+        waiting=3,
+        preempted_total=4,
+        pages_total=100,
+        pages_free=50,
+        pages_cached=30,
+        prompt_tokens_total=11,
+        cached_tokens_total=5,
+        generation_tokens_total=9,
+        step_time=0.5,
+        exchange_time=0.25,
+    )
+    metrics.set_stats(stats)
     text = metrics.render().decode()
     for line in (
         "spmd_serve_requests_running 2.0",
@@ -172,5 +186,5 @@ def test_stats_and_intervals() -> None:
     ):
         assert line in text.splitlines(), line
     others = Metrics(first=False)
-    others.set_stats(StepStats(7, 2, 3, 4, 100, 50, 30, 11, 5, 9, 0.5, 0.25))
+    others.set_stats(stats)
     assert "spmd_serve_step_seconds_count 0.0" in others.render().decode()  # one frontend counts the steps

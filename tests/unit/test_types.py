@@ -46,7 +46,21 @@ def test_ordinary_values_are_no_problem() -> None:
     assert SamplingParams(10).problem(50) == ""
     assert SamplingParams(0, prompt_logprobs=1).problem(50) == ""
     everything = SamplingParams(
-        10, 0.0, 5, 0.9, 0.1, 2**63 - 1, (49,), True, 10, 2.0, -2.0, 1.2, ((0, -5.0),), 0, 3, None
+        max_tokens=10,
+        temperature=0.0,
+        top_k=5,
+        top_p=0.9,
+        min_p=0.1,
+        seed=2**63 - 1,
+        stop_token_ids=(49,),
+        ignore_eos=True,
+        min_tokens=10,
+        presence_penalty=2.0,
+        frequency_penalty=-2.0,
+        repetition_penalty=1.2,
+        logit_bias=((0, -5.0),),
+        logprobs=0,
+        prompt_logprobs=3,
     )
     assert everything.problem(50) == ""
     assert "ids from 0 to 49" in SamplingParams(10, logit_bias=((50, 1.0),)).problem(50)

@@ -10,6 +10,7 @@ import random
 from array import array
 from collections import deque
 from collections.abc import Iterator
+from dataclasses import fields
 from zlib import crc32
 
 from spmd_serve.config import SchedulerOptions
@@ -29,6 +30,7 @@ from spmd_serve.types import (
     TokenLogprobs,
 )
 
+SCHEDULES = next(field for field in fields(SchedulerOptions) if field.name == "schedule").metadata["choices"]
 VOCAB = 23
 EOS = 0
 POISON = 90  # a prompt's token 90 + n makes the toy model's numbers overflow once n more tokens are there
@@ -299,7 +301,7 @@ def make_loop(seed: int) -> ToyLoop:
         overlap=rng.random() < 0.5,
         max_batch_tokens=rng.choice([16, 64]),
         prefix_cache=rng.random() < 0.7,
-        schedule=rng.choice(["fcfs", "priority"]),
+        schedule=rng.choice(SCHEDULES),
         request_timeout=rng.choice([None, 12.0]),
         short_context=rng.choice([0, 0, 18]),
     )
