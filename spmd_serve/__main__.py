@@ -36,7 +36,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("spmd_serve")
 
-PEERS_GONE_S = 2.0  # how long a failed rank lets the others speak before its traceback
 FRONTEND_STOP_S = 2.0
 PORT_FREE_S = 10.0
 
@@ -133,7 +132,7 @@ def _run_rank(ranks: RankInfo, options: Config | _Over | None, signals: StopSign
     board = open_board(ranks, lambda: signals.stopped_at)
     if isinstance(options, _Over):
         board.fail(Failure(ranks.rank, ranks.hostname, "refused" if options.exit_code else "help", options.reason))
-        _await_peers(board)
+        board.await_others()
         return options.exit_code
     liveness = Liveness(board, progress, signals)
     stack = ExitStack()
@@ -167,18 +166,12 @@ def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack
     with contextlib.suppress(RuntimeError):  # the store may be gone as well
         board.say_gone()
         if own:
-            _await_peers(board)
+            board.await_others()  # they speak before its traceback
     if own and failure.kind == "error":
         logger.error("%s", failure, extra={"details": failure.details})
     elif own and board.ranks.rank == 0:  # a follower's refusal is told by rank 0's watcher
         say_error("spmd_serve", exc)
     return failure.exit_code
-
-
-def _await_peers(board: Board) -> None:
-    deadline = time.monotonic() + PEERS_GONE_S
-    while not board.others_are_gone() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def _serve(
@@ -187,19 +180,16 @@ def _serve(
     """Build everything, then run steps until the stop. What must be undone on every way out goes onto `stack`."""
     import torch
 
-    from spmd_serve.assembly import assemble, make_plan
+    from spmd_serve.assembly import assemble, make_agreed_plan
     from spmd_serve.distributed.channel import make_channel
-    from spmd_serve.distributed.fingerprint import agree, model_fingerprint, options_fingerprint, software_fingerprint
     from spmd_serve.step_loop import StepLoop
 
     started = time.monotonic()
     set_up_logs(config.server.log_level, ranks.rank, lambda: progress.step)
     torch.set_num_threads(config.engine.threads or threads_per_rank(ranks))
     join_group(ranks, board.store, config.control.control_timeout)
-    agree(board, "software", software_fingerprint())
-    plan = make_plan(config, ranks)
-    config, model = plan.config, plan.model
-    agree(board, "model", model_fingerprint(model, plan.folder, plan.tokenizer_folder) | options_fingerprint(config))
+    plan = make_agreed_plan(config, board)
+    config = plan.config
 
     frontend = None
     if ranks.rank == 0:
@@ -213,7 +203,7 @@ def _serve(
         liveness.on_failure = lambda reason: frontend.link.set_state(ServiceState.FAILED, reason)
         stack.callback(liveness.forget_frontend)
 
-    assembly = assemble(plan, ranks)
+    assembly = assemble(plan, ranks, meet=lambda: board.gather("loaded", True))
     if plan.device.type == "cuda":  # a step may wait for the device anywhere, not in calls of torch.cuda alone
         progress.device_waits = lambda: not torch.cuda.default_stream(plan.device).query()
     loop = StepLoop(

@@ -24,17 +24,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
 
-from spmd_serve.assembly import assemble, make_plan
+from spmd_serve import errors
+from spmd_serve.assembly import Assembly, assemble, make_agreed_plan
 from spmd_serve.config import Config, parse_args, resolved
 from spmd_serve.distributed.beats import Progress
-from spmd_serve.distributed.board import Board, open_board
-from spmd_serve.distributed.channel import make_channel
+from spmd_serve.distributed.board import Board, Failure, open_board
+from spmd_serve.distributed.channel import is_peer_error, make_channel, peer_error
 from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
-from spmd_serve.engine.build import Plan
-from spmd_serve.errors import ConfigError, RequestError, SpmdServeError
+from spmd_serve.errors import ConfigError, RankLostError, RequestError, SpmdServeError
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.step_loop import GivenLink, StepLoop
 from spmd_serve.types import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
+
+_EXPLAIN_S = 2.5  # how long a rank whose connection broke waits for the reason of the one that broke it
 
 
 @dataclass
@@ -100,30 +102,31 @@ class LLM:
     """
 
     def __init__(self, *arguments: str) -> None:
-        import torch
-
         self._ranks = rank_info(os.environ)
         # A store of its own: in torchrun's there may be addresses of an LLM that this process has closed.
         board = open_board(self._ranks)
-        config = _share_config(board, arguments)
-        # A queue limit protects a server from its clients; here everything that is given is wanted.
-        config = replace(config, scheduler=replace(config.scheduler, max_queue=sys.maxsize))
-        torch.set_num_threads(config.engine.threads or threads_per_rank(self._ranks))
-        join_group(self._ranks, board.store, config.control.control_timeout)
+        joined = False
         try:
-            self._assembly = assemble(_plan_together(board, config), self._ranks)
-        except BaseException:
-            self._leave_group()  # or this process could make no other LLM
-            raise
+            config = _share_config(board, arguments)
+            join_group(self._ranks, board.store, config.control.control_timeout)
+            joined = True
+            self._assembly, self._tokenizer = _build(board, config)
+        except BaseException as exc:
+            reason = _tell_others(board, exc)
+            if joined:
+                self._leave_group()  # or this process could make no other LLM
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                board.say_gone()
+                if self._ranks.rank == 0:
+                    board.await_others()  # the store, in which they read the reason, may end with this process
+            if reason is None:
+                raise
+            raise reason from exc
         self._config = self._assembly.plan.config
         self._process = os.getpid()
         self._closed = False
         self._unusable = ""  # why
         self._busy = threading.Lock()
-        self._tokenizer: TextTokenizer | None = None
-        folder = self._assembly.plan.tokenizer_folder
-        if (folder / "tokenizer.json").exists():  # a config alone serves random weights and token ids
-            self._tokenizer = TextTokenizer(folder, self._assembly.plan.model.vocab_size)
         self._next_uid = 0
         self._link = _OfflineLink()
         self._loop = StepLoop(
@@ -282,18 +285,41 @@ def _share_config(board: Board, arguments: Sequence[str]) -> Config:
     return options
 
 
-def _plan_together(board: Board, config: Config) -> Plan:
-    """As make_plan. What one rank cannot serve (its host may have other files) is raised on all: they would wait for it."""
-    plan, problem = None, None
-    try:
-        plan = make_plan(config, board.ranks)
-    except SpmdServeError as exc:
-        problem = exc
-    problems = [found for found in board.gather("plan problem", problem) if found is not None]
-    if problem is not None or problems:
-        raise problem or problems[0]
-    assert plan is not None
-    return plan
+def _build(board: Board, config: Config) -> tuple[Assembly, TextTokenizer | None]:
+    """What an LLM is made of, when all ranks have it. A config alone serves random weights and token ids, without a tokenizer."""
+    import torch
+
+    # A queue limit protects a server from its clients; here everything that is given is wanted.
+    config = replace(config, scheduler=replace(config.scheduler, max_queue=sys.maxsize))
+    torch.set_num_threads(config.engine.threads or threads_per_rank(board.ranks))
+    plan = make_agreed_plan(config, board)
+    assembly = assemble(plan, board.ranks, meet=lambda: board.gather("loaded", True))
+    tokenizer = None
+    if (plan.tokenizer_folder / "tokenizer.json").exists():
+        tokenizer = TextTokenizer(plan.tokenizer_folder, plan.model.vocab_size)
+    board.gather("built", True)
+    return assembly, tokenizer
+
+
+def _tell_others(board: Board, exc: BaseException) -> SpmdServeError | None:
+    """Say why this rank has no LLM, so that the others do not wait for it.
+
+    Returns what this one is to raise instead, if `exc` only says that another rank has gone: that one's reason, by its name.
+    """
+    own = board.peers[board.ranks.rank]
+    lost = is_peer_error(exc)
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        deadline = time.monotonic() + _EXPLAIN_S
+        while lost and board.failure() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ours = isinstance(exc, SpmdServeError)
+        kind, message = ("refused", str(exc)) if ours else ("error", f"{type(exc).__name__}: {exc}")
+        board.store.set(f"raised/{own.rank}", type(exc).__name__ if ours else RankLostError.__name__)
+        first = board.fail(Failure(own.rank, own.hostname, kind, message))
+        if lost and first.rank != own.rank:
+            theirs: type[SpmdServeError] = getattr(errors, board.store.get(f"raised/{first.rank}").decode())
+            return theirs(str(first))
+    return peer_error(exc) if lost and isinstance(exc, RuntimeError) and not isinstance(exc, SpmdServeError) else None
 
 
 def _text_of(result: Generation, tokenizer: TextTokenizer) -> str:

@@ -189,7 +189,7 @@ def join_group(ranks: RankInfo, store: Store | None, timeout_s: float) -> None:
     if dist.is_initialized():
         raise DistributedError(
             "torch.distributed has a process group already, of an LLM that is not closed or of this program: close the LLM, or "
-            "make it before the program's own group (its group, gloo and of all ranks, can be used until it is closed)"
+            "make it before the program's own group (its group, of all ranks, can be used until it is closed)"
         )
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         name = choose_interface(ranks, interfaces(), address_towards(ranks.store_host, ranks.store_port))

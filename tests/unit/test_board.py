@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore
@@ -18,7 +23,7 @@ FAILURE = Failure(1, "b", "error", "it broke", "Traceback...")
 
 
 def peers(world_size: int) -> list[Peer]:
-    return [Peer(rank, world_size, 0, "host", 100 + rank, f"t{rank}") for rank in range(world_size)]
+    return [Peer(rank, world_size, 0, "host", os.getpid(), f"t{rank}") for rank in range(world_size)]
 
 
 def boards(world_size: int) -> list[Board]:
@@ -53,6 +58,17 @@ def test_share_and_gather() -> None:
     ranks = boards(3)
     assert in_threads([lambda b=b: b.share("x", b.ranks.rank + 7) for b in ranks]) == [7, 7, 7]
     assert in_threads([lambda b=b: b.gather("y", b.ranks.rank) for b in ranks]) == [[0, 1, 2]] * 3
+
+
+def test_a_wait_for_a_process_that_is_gone_ends() -> None:
+    first, _ = boards(2)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    first.peers[1] = replace(first.peers[1], pid=gone.pid)
+    with pytest.raises(RankLostError, match=r"rank 1 \(host\) is lost: its process is gone"):
+        first.gather("x", 0)
+    first.store.set("x/1", pickle.dumps(1))  # given before it ended
+    assert first.gather("x", 0) == [0, 1]
 
 
 def test_a_failure_ends_every_wait() -> None:
