@@ -26,7 +26,7 @@ from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, 
 from spmd_serve.distributed.signals import Stopped, StopSignals
 from spmd_serve.errors import REFUSALS, REFUSED, ConfigError, FrontendError, RankLostError, SpmdServeError
 from spmd_serve.logs import set_up_logs
-from spmd_serve.types import ModelInfo, ServiceState, StepOutput
+from spmd_serve.types import Lengths, ModelInfo, ServiceState, StepOutput
 
 if TYPE_CHECKING:
     from spmd_serve.distributed.beats import Progress
@@ -260,8 +260,7 @@ def _model_info(plan: Plan) -> ModelInfo:
     return ModelInfo(
         name=options.served_model_name or default_name(options.model),
         folder=str(plan.tokenizer_folder),
-        max_model_len=resolved(options.max_model_len),
-        max_request_tokens=min(pool, resolved(options.max_model_len)),
+        lengths=Lengths(resolved(options.max_model_len), pool),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         generation_defaults=model.generation_defaults,
