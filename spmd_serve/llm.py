@@ -218,14 +218,17 @@ class LLM:
         requests = []
         refusal = ""
         for number, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
-            ids = self._encode(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
+            place = f"prompt {number + 1} of {len(prompts)}"
+            ids, problem = self._ids(prompt, place)
+            if not isinstance(sampling, SamplingParams):
+                raise TypeError(f"{place}: its params are {sampling!r:.100}, not SamplingParams")
             results[self._next_uid] = Generation(ids)
-            problem = self._problem(ids, sampling)
+            problem = problem or self._problem(ids, sampling)
             if not problem:
                 requests.append(Request(self._next_uid, array("i", ids).tobytes(), sampling))
                 problem = self._assembly.scheduler.misfit(requests[-1])
             if problem and not refusal:
-                refusal = f"prompt {number + 1} of {len(prompts)}: {problem}"
+                refusal = f"{place}: {problem}"
             self._next_uid += 1
         if refusal:
             raise RequestError(refusal)
@@ -263,10 +266,19 @@ class LLM:
             return f"it has the token id {bad}; ids go from 0 to {vocab_size - 1}"
         return sampling.problem(vocab_size)
 
-    def _encode(self, text: str) -> list[int]:
+    def _ids(self, prompt: str | Sequence[int], place: str) -> tuple[list[int], str]:
+        """A prompt's ids, and why there are none."""
+        if not isinstance(prompt, str):
+            try:
+                return [index(token) for token in prompt], ""
+            except TypeError as exc:
+                raise TypeError(f"{place}: {exc}; give a text or token ids") from exc
         if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer.json; give token ids")
-        return self._tokenizer.encode(text).tolist()
+            return [], "this model has no tokenizer.json; give token ids"
+        try:
+            return self._tokenizer.encode(prompt).tolist(), ""
+        except RequestError as exc:
+            return [], str(exc)
 
 
 def _share_config(board: Board, arguments: Sequence[str]) -> Config:

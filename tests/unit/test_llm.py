@@ -108,10 +108,16 @@ def test_wrong_params_are_refused_before_they_reach_a_step(tmp_path: Path, wrong
 
 @pytest.mark.parametrize(
     ("prompt", "problem"),
-    [([], "empty"), ([5] * 1000, "1000 tokens; at most"), ([5, 99], "token id 99"), ([-1], "token id -1")],
+    [
+        ([], "empty"),
+        ([5] * 1000, "1000 tokens; at most"),
+        ([5, 99], "token id 99"),
+        ([-1], "token id -1"),
+        ("t5 \ud800", r"cannot encode the text: character 3 is U\+D800, half of a surrogate pair"),
+    ],
 )
 def test_prompts_that_cannot_be_are_refused_before_the_others_run(
-    tmp_path: Path, prompt: list[int], problem: str
+    tmp_path: Path, prompt: str | list[int], problem: str
 ) -> None:
     save_model(tmp_path)
     llm = LLM("--model", str(tmp_path), *OPTIONS)
@@ -206,8 +212,12 @@ def test_ids_of_any_integer_type(tmp_path: Path) -> None:
         assert [json.dumps(result.prompt_ids) for result in results] == ["[5, 6]"] * 3
         assert len({tuple(result.token_ids) for result in results}) == 1
         for wrong in ([5.0], ["t5"], [None]):
-            with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
-                llm.generate([wrong], GREEDY)
+            with pytest.raises(TypeError, match=r"prompt 2 of 2: .*cannot be interpreted as an integer"):
+                llm.generate([[5], wrong], GREEDY)  # type: ignore[list-item]
+        with pytest.raises(TypeError, match=r"prompt 2 of 2: .*not iterable; give a text or token ids"):
+            llm.generate([[5], None], GREEDY)  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="prompt 1 of 1: its params are None, not SamplingParams"):
+            llm.generate([[5]], [None])  # type: ignore[list-item]
     finally:
         llm.close()
 
