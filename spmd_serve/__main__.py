@@ -20,7 +20,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from spmd_serve.config import Config, parse_args, resolved
+from spmd_serve.config import Config, ignored_options, parse_args, resolved
 from spmd_serve.distributed.process import fill_standard_files, leave_process, say_error
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
@@ -186,6 +186,10 @@ def _serve(
 
     started = time.monotonic()
     set_up_logs(config.server.log_level, ranks.rank, lambda: progress.step)
+    if ranks.rank > 0 and (ranks.local_rank == 0 or not ranks.under_agent):  # one agent's ranks have one command line
+        ignored = ignored_options(sys.argv[1:], config)
+        if ignored:
+            logger.warning("rank 0's options count, those of host %s are ignored: %s", ranks.hostname, ignored)
     torch.set_num_threads(config.engine.threads or threads_per_rank(ranks))
     join_group(ranks, board.store, config.control.control_timeout)
     plan = make_agreed_plan(config, board)

@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import sys
 import threading
@@ -26,7 +27,7 @@ from operator import index
 
 from spmd_serve import errors
 from spmd_serve.assembly import Assembly, assemble, make_agreed_plan
-from spmd_serve.config import Config, parse_args, resolved
+from spmd_serve.config import Config, ignored_options, parse_args, resolved
 from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.board import Board, Failure, open_board
 from spmd_serve.distributed.channel import is_peer_error, make_channel, peer_error
@@ -35,6 +36,8 @@ from spmd_serve.errors import ConfigError, RankLostError, RequestError, SpmdServ
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.step_loop import GivenLink, StepLoop
 from spmd_serve.types import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
+
+logger = logging.getLogger(__name__)
 
 _EXPLAIN_S = 2.5  # how long a rank whose connection broke waits for the reason of the one that broke it
 
@@ -294,6 +297,9 @@ def _share_config(board: Board, arguments: Sequence[str]) -> Config:
     if not isinstance(options, Config):
         assert options is not None
         raise options
+    ignored = ignored_options(arguments, options) if board.ranks.rank > 0 else ""
+    if ignored:
+        logger.warning("rank 0's arguments count, those of rank %d are ignored: %s", board.ranks.rank, ignored)
     return options
 
 
