@@ -10,9 +10,11 @@ import json
 import logging
 import os
 import pickle
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TypeVar
@@ -224,8 +226,8 @@ def open_board(ranks: RankInfo, stopped_at: Callable[[], float | None] = lambda:
         )
 
     try:
-        root = connect()
-    except RuntimeError as exc:
+        root = _connect_in_time(connect, _Patience(CONNECT_TIMEOUT_S, stopped_at))
+    except (RuntimeError, TimeoutError) as exc:
         raise DistributedError(
             f"rank {ranks.rank} on host {ranks.hostname} cannot reach the job's store at {ranks.store_host}:{ranks.store_port} "
             f"({str(exc).splitlines()[0]}); check the head node's name, its port and the firewall"
@@ -262,6 +264,27 @@ class _Patience:
 
     def is_over(self, extra_s: float = 0.0) -> bool:
         return time.monotonic() > self.began + self.seconds + extra_s
+
+
+def _connect_in_time(connect: Callable[[], Store], patience: _Patience) -> Store:
+    """`connect()` in a thread of its own: it may be in C++ for a minute, where the main thread would hear no signal.
+
+    Raises:
+        TimeoutError: it takes too long.
+    """
+    connected: Future[Store] = Future()
+
+    def run() -> None:
+        try:
+            connected.set_result(connect())
+        except BaseException as exc:
+            connected.set_exception(exc)
+
+    threading.Thread(target=run, name="connect", daemon=True).start()
+    while not wait([connected], timeout=_POLL_S).done:
+        if patience.is_over(2.0):  # its own reason says more
+            raise TimeoutError(f"no answer within {patience.seconds:.3g} s")
+    return connected.result()
 
 
 def _call_roll(root: Store, own: Peer, patience: _Patience) -> tuple[str, list[Peer]]:
