@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 from spmd_serve.config import Config, ignored_options, parse_args, resolved
-from spmd_serve.distributed.process import fill_standard_files, leave_process, say_error
+from spmd_serve.distributed.process import allow_files, fill_standard_files, leave_process, say_error
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
 from spmd_serve.errors import REFUSALS, REFUSED, ConfigError, FrontendError, RankLostError, SpmdServeError
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger("spmd_serve")
 
 FRONTEND_STOP_S = 2.0
+OWN_FILES, FILES_PER_RANK = 48, 4  # that a rank has open, beside its clients' connections; for each rank of the job
 PORT_FREE_S = 10.0
 
 
@@ -63,6 +64,7 @@ def main() -> int:
         signals.interrupts = ranks.world_size == 1  # else the others are told first, once all have met
         if ranks.under_agent:
             die_with_parent()
+        allow_files(OWN_FILES + FILES_PER_RANK * ranks.world_size)
         options = _rank0_options(sys.argv[1:]) if ranks.rank == 0 else None
         if isinstance(options, _Over) and ranks.world_size == 1:
             return options.exit_code

@@ -103,6 +103,14 @@ def test_a_wrong_variable_ends_the_start(name: str, value: str, says: str) -> No
     assert done.stderr.splitlines()[-1].startswith(f"[launch] error: {says}")
 
 
+def test_too_few_open_files_end_the_start(tmp_path: Path) -> None:
+    done = bash("ulimit -n 40; run_ranks 2", PYTHON=fake_torchrun(tmp_path, ""), TMPDIR=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("[launch] error: only 40 files may be open here")
+    done = bash("ulimit -Sn 40; run_ranks 2", PYTHON=fake_torchrun(tmp_path, ""), TMPDIR=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 # ---- which torch ----------------------------------------------------------------------------------------------------
 
 
