@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
 
@@ -96,6 +96,25 @@ class _OfflineLink(GivenLink):
         for finish in output.finished:
             result = self._results[finish.uid]
             result.finish_reason, result.error = finish.reason, finish.message
+
+
+@contextlib.contextmanager
+def _torch_as_in_the_server() -> Iterator[None]:
+    """What the program has set for its own tensors (default dtype and device, autocast) changes none of ours, and stays."""
+    import torch
+
+    dtype = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        if torch.get_default_device().type != "cpu":  # asked first: within it each call takes longer
+            stack.enter_context(torch.device("cpu"))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
 
 
 class LLM:
@@ -177,6 +196,7 @@ class LLM:
         finally:
             self._busy.release()
 
+    @_torch_as_in_the_server()
     def _generate(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -303,6 +323,7 @@ def _share_config(board: Board, arguments: Sequence[str]) -> Config:
     return options
 
 
+@_torch_as_in_the_server()
 def _build(board: Board, config: Config) -> tuple[Assembly, TextTokenizer | None]:
     """What an LLM is made of, when all ranks have it. A config alone serves random weights and token ids, without a tokenizer."""
     import torch
