@@ -20,6 +20,7 @@ import os
 import sys
 import threading
 import time
+import weakref
 from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -31,7 +32,7 @@ from spmd_serve.config import Config, ignored_options, parse_args, resolved
 from spmd_serve.distributed.beats import Progress
 from spmd_serve.distributed.board import Board, Failure, open_board
 from spmd_serve.distributed.channel import is_peer_error, make_channel, peer_error
-from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
+from spmd_serve.distributed.ranks import RankInfo, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.errors import ConfigError, RankLostError, RequestError, SpmdServeError
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.step_loop import GivenLink, StepLoop
@@ -136,7 +137,7 @@ class LLM:
         except BaseException as exc:
             reason = _tell_others(board, exc)
             if joined:
-                self._leave_group()  # or this process could make no other LLM
+                _leave_group(self._ranks, os.getpid())  # or this process could make no other LLM
             with contextlib.suppress(RuntimeError):  # the store is gone
                 board.say_gone()
                 if self._ranks.rank == 0:
@@ -144,6 +145,8 @@ class LLM:
             if reason is None:
                 raise
             raise reason from exc
+        # Where nobody calls close(), with this object or the program: gloo's threads abort a process that ends beside them.
+        self._leave = weakref.finalize(self, _leave_group, self._ranks, os.getpid())
         self._config = self._assembly.plan.config
         self._process = os.getpid()
         self._closed = False
@@ -264,7 +267,7 @@ class LLM:
         self._closed = True
         self._unusable = self._unusable or "it has been closed"
         self._assembly.runner.close()
-        self._leave_group()
+        self._leave()
         # Weights and pages, also while this object stays: the next LLM is made before the name is another one's.
         on_gpu = self._assembly.plan.device.type == "cuda"
         del self._assembly, self._loop
@@ -275,11 +278,6 @@ class LLM:
             torch.cuda.empty_cache()
         with contextlib.suppress(AttributeError):  # another C library than GNU's, which keeps what is in pieces
             ctypes.CDLL(None).malloc_trim(0)
-
-    def _leave_group(self) -> None:
-        """One rank has none: what there is then is the program's own."""
-        if self._ranks.world_size > 1:
-            leave_group()
 
     def _problem(self, ids: list[int], sampling: SamplingParams) -> str:
         """What is wrong with one prompt's ids or params, whatever the model's context; empty if nothing is."""
@@ -302,6 +300,12 @@ class LLM:
             return self._tokenizer.encode(prompt).tolist(), ""
         except RequestError as exc:
             return [], str(exc)
+
+
+def _leave_group(ranks: RankInfo, process: int) -> None:
+    """One rank has none: what there is then is the program's own. Nor has a fork of `process`."""
+    if ranks.world_size > 1 and os.getpid() == process:
+        leave_group()
 
 
 def _share_config(board: Board, arguments: Sequence[str]) -> Config:

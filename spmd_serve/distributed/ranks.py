@@ -220,5 +220,9 @@ def leave_group() -> None:
 
     if dist.is_available() and dist.is_initialized():
         closing = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        closing.start()
-        closing.join(_LEAVE_S)
+        try:
+            closing.start()
+        except RuntimeError:  # at the end of the interpreter Python 3.12 starts no thread
+            dist.destroy_process_group()
+        else:
+            closing.join(_LEAVE_S)
