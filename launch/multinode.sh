@@ -11,7 +11,7 @@ usage() {
 Usage: launch/multinode.sh --head HOST --nnodes K --node-rank I [OPTION...] [-- SERVER OPTION...]
 
 Run it on each of K hosts, with I = 0 on the head and another I on each of the rest. Rank 0 and its HTTP server are on the
-head. Before torchrun starts, names, interface and port are checked and the nodes say hello to the head, so that a wrong
+head, whose server options count. Before torchrun starts, names, interface and port are checked and the nodes say hello to the head, so that a wrong
 name, a taken port or different node counts end with one line that says so. Example for two hosts:
 
   hostA$ launch/multinode.sh --head hostA --nnodes 2 --node-rank 0 -- --model /models/qwen3-32b

@@ -42,6 +42,9 @@ pass_signal_on() {
 run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean end or drain, 2 after a refusal, else torchrun's exit code
     local nproc=$1 outcome code cores torchrun signals=0
     shift
+    # Fewer files than that, and torchrun or its ranks end with a traceback, or abort.
+    [ "$(ulimit -n)" = unlimited ] || [ "$(ulimit -n)" -ge 64 ] || ulimit -n 64 2>/dev/null ||
+        die "only $(ulimit -Hn) files may be open here; torchrun and its ranks need 64 or more: raise the limit (ulimit -Hn, LimitNOFILE=)"
     outcome=$(mktemp -d "${TMPDIR:-/tmp}/spmd_serve.XXXXXX") || die "no folder can be made in ${TMPDIR:-/tmp}; set TMPDIR"
     if [ -z "${OMP_NUM_THREADS:-}" ]; then # else torchrun warns and sets 1
         cores=$(nproc 2>/dev/null || getconf _NPROCESSORS_ONLN) # nproc minds a batch system's limits

@@ -55,6 +55,11 @@ gpu_count() { # those that CUDA would use
     echo "$count"
 }
 
+must_start() { # must_start PYTHON: ends the script where it cannot run anything; its own words come first
+    "$1" -c '' >&2 || die "$1 cannot start: correct the variables that it complains of (PYTHONHOME, PYTHONHASHSEED, ...)," \
+        "or choose another interpreter"
+}
+
 find_base_python() { # prints an interpreter >= 3.11 that is not itself a virtual environment
     local name found
     for name in python3 python3.13 python3.12 python3.11 python3.14; do
@@ -66,6 +71,7 @@ if sys.version_info >= (3, 11):
             return
         fi
     done
+    if command -v python3 >/dev/null; then must_start python3; fi
     die "no Python >= 3.11 on the PATH; install one (Debian/Ubuntu: apt-get install python3 python3-venv) or set PYTHON"
 }
 
@@ -203,6 +209,7 @@ ensure_python() {
     export PYTHONSAFEPATH=1
     if [ -n "${PYTHON:-}" ]; then
         command -v "$PYTHON" >/dev/null || die "there is no interpreter PYTHON=$PYTHON; correct it, or unset it to let .venv be made"
+        must_start "$PYTHON"
         export PYTHONPATH=$ROOT${PYTHONPATH:+:$PYTHONPATH}
         "$PYTHON" -c "from importlib.util import find_spec
 missing = [name for name in ('torch', 'tokenizers', 'fastapi', 'zmq', 'msgspec') if find_spec(name) is None]
@@ -217,6 +224,7 @@ raise SystemExit(f'cannot import {missing}' if missing else 0)" ||
         torch_is_auto=yes
         if has_nvidia_gpu; then TORCH=cuda; else TORCH=cpu; fi
     fi
+    if [ -x "$VENV/bin/python" ]; then must_start "$VENV/bin/python"; fi
     if ! stamp_is_current "$sum" "$@"; then
         mkdir -p "$VENV" || die "cannot make $VENV; choose a folder with VENV=DIR"
         # Several nodes may share this folder: the first one installs, the others wait for it.

@@ -20,13 +20,13 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
-from spmd_serve.config import Config, parse_args, resolved
-from spmd_serve.distributed.process import fill_standard_files, leave_process, say_error
+from spmd_serve.config import Config, ignored_options, parse_args, resolved
+from spmd_serve.distributed.process import allow_files, fill_standard_files, leave_process, say_error
 from spmd_serve.distributed.ranks import RankInfo, die_with_parent, join_group, leave_group, rank_info, threads_per_rank
 from spmd_serve.distributed.signals import Stopped, StopSignals
 from spmd_serve.errors import REFUSALS, REFUSED, ConfigError, FrontendError, RankLostError, SpmdServeError
 from spmd_serve.logs import set_up_logs
-from spmd_serve.types import ModelInfo, ServiceState, StepOutput
+from spmd_serve.types import Lengths, ModelInfo, ServiceState, StepOutput
 
 if TYPE_CHECKING:
     from spmd_serve.distributed.beats import Progress
@@ -36,8 +36,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger("spmd_serve")
 
-PEERS_GONE_S = 2.0  # how long a failed rank lets the others speak before its traceback
 FRONTEND_STOP_S = 2.0
+OWN_FILES, FILES_PER_RANK = 48, 4  # that a rank has open, beside its clients' connections; for each rank of the job
 PORT_FREE_S = 10.0
 
 
@@ -64,6 +64,7 @@ def main() -> int:
         signals.interrupts = ranks.world_size == 1  # else the others are told first, once all have met
         if ranks.under_agent:
             die_with_parent()
+        allow_files(OWN_FILES + FILES_PER_RANK * ranks.world_size)
         options = _rank0_options(sys.argv[1:]) if ranks.rank == 0 else None
         if isinstance(options, _Over) and ranks.world_size == 1:
             return options.exit_code
@@ -133,7 +134,7 @@ def _run_rank(ranks: RankInfo, options: Config | _Over | None, signals: StopSign
     board = open_board(ranks, lambda: signals.stopped_at)
     if isinstance(options, _Over):
         board.fail(Failure(ranks.rank, ranks.hostname, "refused" if options.exit_code else "help", options.reason))
-        _await_peers(board)
+        board.await_others()
         return options.exit_code
     liveness = Liveness(board, progress, signals)
     stack = ExitStack()
@@ -167,18 +168,12 @@ def _fail(exc: BaseException, board: Board, liveness: Liveness, stack: ExitStack
     with contextlib.suppress(RuntimeError):  # the store may be gone as well
         board.say_gone()
         if own:
-            _await_peers(board)
+            board.await_others()  # they speak before its traceback
     if own and failure.kind == "error":
         logger.error("%s", failure, extra={"details": failure.details})
     elif own and board.ranks.rank == 0:  # a follower's refusal is told by rank 0's watcher
         say_error("spmd_serve", exc)
     return failure.exit_code
-
-
-def _await_peers(board: Board) -> None:
-    deadline = time.monotonic() + PEERS_GONE_S
-    while not board.others_are_gone() and time.monotonic() < deadline:
-        time.sleep(0.05)
 
 
 def _serve(
@@ -187,19 +182,20 @@ def _serve(
     """Build everything, then run steps until the stop. What must be undone on every way out goes onto `stack`."""
     import torch
 
-    from spmd_serve.assembly import assemble, make_plan
+    from spmd_serve.assembly import assemble, make_agreed_plan
     from spmd_serve.distributed.channel import make_channel
-    from spmd_serve.distributed.fingerprint import agree, model_fingerprint, options_fingerprint, software_fingerprint
     from spmd_serve.step_loop import StepLoop
 
     started = time.monotonic()
     set_up_logs(config.server.log_level, ranks.rank, lambda: progress.step)
+    if ranks.rank > 0 and (ranks.local_rank == 0 or not ranks.under_agent):  # one agent's ranks have one command line
+        ignored = ignored_options(sys.argv[1:], config)
+        if ignored:
+            logger.warning("rank 0's options count, those of host %s are ignored: %s", ranks.hostname, ignored)
     torch.set_num_threads(config.engine.threads or threads_per_rank(ranks))
     join_group(ranks, board.store, config.control.control_timeout)
-    agree(board, "software", software_fingerprint())
-    plan = make_plan(config, ranks)
-    config, model = plan.config, plan.model
-    agree(board, "model", model_fingerprint(model, plan.folder, plan.tokenizer_folder) | options_fingerprint(config))
+    plan = make_agreed_plan(config, board)
+    config = plan.config
 
     frontend = None
     if ranks.rank == 0:
@@ -213,7 +209,7 @@ def _serve(
         liveness.on_failure = lambda reason: frontend.link.set_state(ServiceState.FAILED, reason)
         stack.callback(liveness.forget_frontend)
 
-    assembly = assemble(plan, ranks)
+    assembly = assemble(plan, ranks, meet=lambda: board.gather("loaded", True))
     if plan.device.type == "cuda":  # a step may wait for the device anywhere, not in calls of torch.cuda alone
         progress.device_waits = lambda: not torch.cuda.default_stream(plan.device).query()
     loop = StepLoop(
@@ -270,8 +266,7 @@ def _model_info(plan: Plan) -> ModelInfo:
     return ModelInfo(
         name=options.served_model_name or default_name(options.model),
         folder=str(plan.tokenizer_folder),
-        max_model_len=resolved(options.max_model_len),
-        max_request_tokens=min(pool, resolved(options.max_model_len)),
+        lengths=Lengths(resolved(options.max_model_len), pool),
         vocab_size=model.vocab_size,
         eos_token_ids=model.eos_token_ids,
         generation_defaults=model.generation_defaults,

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 from spmd_serve.config import Config, resolved
+from spmd_serve.distributed.board import Board
 from spmd_serve.distributed.collectives import Communicator
+from spmd_serve.distributed.fingerprint import agree, model_fingerprint, options_fingerprint, software_fingerprint
 from spmd_serve.distributed.ranks import RankInfo
 from spmd_serve.engine.build import Plan, build_runner, count_pages, pick_device, resolve_config
 from spmd_serve.engine.model_runner import ModelRunner
@@ -37,11 +40,28 @@ def make_plan(config: Config, ranks: RankInfo) -> Plan:
     return Plan(resolve_config(config, model, device), model, folder, device)
 
 
-def assemble(plan: Plan, ranks: RankInfo) -> Assembly:
-    """Load the weights, size and allocate the KV pool, capture graphs. Collective."""
+def make_agreed_plan(config: Config, board: Board) -> Plan:
+    """As make_plan, for ranks that will compute together: all must run the same software, with the same model. Collective.
+
+    Raises:
+        FingerprintMismatchError: they do not.
+    """
+    agree(board, "software", software_fingerprint())
+    plan = make_plan(config, board.ranks)
+    model = model_fingerprint(plan.model, plan.folder, plan.tokenizer_folder)
+    agree(board, "model", model | options_fingerprint(plan.config))
+    return plan
+
+
+def assemble(plan: Plan, ranks: RankInfo, meet: Callable[[], object] = lambda: None) -> Assembly:
+    """Load the weights, size and allocate the KV pool, capture graphs. Collective.
+
+    meet: waits until all ranks have loaded, which a rank whose weights are damaged never has: a collective knows nothing of that.
+    """
     config = plan.config
     comm = Communicator.create(ranks, plan.device, config.control.control_timeout)
     runner = build_runner(plan, comm)
+    meet()
     num_pages = count_pages(plan, runner, comm)
     runner.allocate(num_pages, cuda_graphs=config.engine.cuda_graphs)
     return Assembly(plan, runner, make_scheduler(plan, num_pages), num_pages)

@@ -347,6 +347,33 @@ def make_parser() -> argparse.ArgumentParser:
     return parser
 
 
+# What may well differ between hosts: where things are, and what the HTTP server is called on each.
+_OF_A_HOST = ("model", "tokenizer", "chat_template", "address_file", "host")
+
+
+def ignored_options(argv: Sequence[str], rank0: Config) -> str:
+    """The options of another rank's command line that rank 0's decides otherwise, in one line; empty if there are none.
+
+    Without their values: a key is a secret. What is not given here is no difference: a host may leave all to the first one.
+    """
+    try:
+        # --help is rank 0's to answer, what is unknown to refuse.
+        given, unknown = make_parser().parse_known_args([word for word in argv if word not in ("-h", "--help")])
+    except ConfigError as exc:
+        return str(exc)
+    theirs = {f.name: getattr(section, f.name) for section in _sections(rank0) for f in dataclasses.fields(section)}
+    differ = [
+        flag_name(name)
+        for name, value in vars(given).items()
+        if name not in _OF_A_HOST and (tuple(value) if isinstance(value, list) else value) != theirs[name]
+    ]
+    return ", ".join(differ + [word.partition("=")[0] for word in unknown if word.startswith("--")])
+
+
+def _sections(config: Config) -> list[Any]:
+    return [getattr(config, section.name) for section in dataclasses.fields(config)]
+
+
 def parse_args(argv: Sequence[str]) -> Config:
     """Build a Config from the command line and the few documented environment variables.
 

@@ -15,26 +15,32 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import gc
+import logging
 import os
 import sys
 import threading
 import time
+import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from operator import index
 
-from spmd_serve.assembly import assemble, make_plan
-from spmd_serve.config import Config, parse_args, resolved
+from spmd_serve import errors
+from spmd_serve.assembly import Assembly, assemble, make_agreed_plan
+from spmd_serve.config import Config, ignored_options, parse_args, resolved
 from spmd_serve.distributed.beats import Progress
-from spmd_serve.distributed.board import Board, open_board
-from spmd_serve.distributed.channel import make_channel
-from spmd_serve.distributed.ranks import join_group, leave_group, rank_info, threads_per_rank
-from spmd_serve.engine.build import Plan
-from spmd_serve.errors import ConfigError, RequestError, SpmdServeError
+from spmd_serve.distributed.board import Board, Failure, open_board
+from spmd_serve.distributed.channel import is_peer_error, make_channel, peer_error
+from spmd_serve.distributed.ranks import RankInfo, join_group, leave_group, rank_info, threads_per_rank
+from spmd_serve.errors import ConfigError, RankLostError, RequestError, SpmdServeError
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.step_loop import GivenLink, StepLoop
 from spmd_serve.types import FinishReason, Request, SamplingParams, StepOutput, TokenLogprobs
+
+logger = logging.getLogger(__name__)
+
+_EXPLAIN_S = 2.5  # how long a rank whose connection broke waits for the reason of the one that broke it
 
 
 @dataclass
@@ -93,6 +99,25 @@ class _OfflineLink(GivenLink):
             result.finish_reason, result.error = finish.reason, finish.message
 
 
+@contextlib.contextmanager
+def _torch_as_in_the_server() -> Iterator[None]:
+    """What the program has set for its own tensors (default dtype and device, autocast) changes none of ours, and stays."""
+    import torch
+
+    dtype = torch.get_default_dtype()
+    with contextlib.ExitStack() as stack:
+        if torch.get_default_device().type != "cpu":  # asked first: within it each call takes longer
+            stack.enter_context(torch.device("cpu"))
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        torch.set_default_dtype(torch.float32)
+        try:
+            yield
+        finally:
+            torch.set_default_dtype(dtype)
+
+
 class LLM:
     """The engine without HTTP. `arguments` are the server's command-line options.
 
@@ -100,30 +125,33 @@ class LLM:
     """
 
     def __init__(self, *arguments: str) -> None:
-        import torch
-
         self._ranks = rank_info(os.environ)
         # A store of its own: in torchrun's there may be addresses of an LLM that this process has closed.
         board = open_board(self._ranks)
-        config = _share_config(board, arguments)
-        # A queue limit protects a server from its clients; here everything that is given is wanted.
-        config = replace(config, scheduler=replace(config.scheduler, max_queue=sys.maxsize))
-        torch.set_num_threads(config.engine.threads or threads_per_rank(self._ranks))
-        join_group(self._ranks, board.store, config.control.control_timeout)
+        joined = False
         try:
-            self._assembly = assemble(_plan_together(board, config), self._ranks)
-        except BaseException:
-            self._leave_group()  # or this process could make no other LLM
-            raise
+            config = _share_config(board, arguments)
+            join_group(self._ranks, board.store, config.control.control_timeout)
+            joined = True
+            self._assembly, self._tokenizer = _build(board, config)
+        except BaseException as exc:
+            reason = _tell_others(board, exc)
+            if joined:
+                _leave_group(self._ranks, os.getpid())  # or this process could make no other LLM
+            with contextlib.suppress(RuntimeError):  # the store is gone
+                board.say_gone()
+                if self._ranks.rank == 0:
+                    board.await_others()  # the store, in which they read the reason, may end with this process
+            if reason is None:
+                raise
+            raise reason from exc
+        # Where nobody calls close(), with this object or the program: gloo's threads abort a process that ends beside them.
+        self._leave = weakref.finalize(self, _leave_group, self._ranks, os.getpid())
         self._config = self._assembly.plan.config
         self._process = os.getpid()
         self._closed = False
         self._unusable = ""  # why
         self._busy = threading.Lock()
-        self._tokenizer: TextTokenizer | None = None
-        folder = self._assembly.plan.tokenizer_folder
-        if (folder / "tokenizer.json").exists():  # a config alone serves random weights and token ids
-            self._tokenizer = TextTokenizer(folder, self._assembly.plan.model.vocab_size)
         self._next_uid = 0
         self._link = _OfflineLink()
         self._loop = StepLoop(
@@ -171,6 +199,7 @@ class LLM:
         finally:
             self._busy.release()
 
+    @_torch_as_in_the_server()
     def _generate(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -215,14 +244,17 @@ class LLM:
         requests = []
         refusal = ""
         for number, (prompt, sampling) in enumerate(zip(prompts, each, strict=True)):
-            ids = self._encode(prompt) if isinstance(prompt, str) else [index(token) for token in prompt]
+            place = f"prompt {number + 1} of {len(prompts)}"
+            ids, problem = self._ids(prompt, place)
+            if not isinstance(sampling, SamplingParams):
+                raise TypeError(f"{place}: its params are {sampling!r:.100}, not SamplingParams")
             results[self._next_uid] = Generation(ids)
-            problem = self._problem(ids, sampling)
+            problem = problem or self._problem(ids, sampling)
             if not problem:
                 requests.append(Request(self._next_uid, array("i", ids).tobytes(), sampling))
                 problem = self._assembly.scheduler.misfit(requests[-1])
             if problem and not refusal:
-                refusal = f"prompt {number + 1} of {len(prompts)}: {problem}"
+                refusal = f"{place}: {problem}"
             self._next_uid += 1
         if refusal:
             raise RequestError(refusal)
@@ -235,7 +267,7 @@ class LLM:
         self._closed = True
         self._unusable = self._unusable or "it has been closed"
         self._assembly.runner.close()
-        self._leave_group()
+        self._leave()
         # Weights and pages, also while this object stays: the next LLM is made before the name is another one's.
         on_gpu = self._assembly.plan.device.type == "cuda"
         del self._assembly, self._loop
@@ -247,11 +279,6 @@ class LLM:
         with contextlib.suppress(AttributeError):  # another C library than GNU's, which keeps what is in pieces
             ctypes.CDLL(None).malloc_trim(0)
 
-    def _leave_group(self) -> None:
-        """One rank has none: what there is then is the program's own."""
-        if self._ranks.world_size > 1:
-            leave_group()
-
     def _problem(self, ids: list[int], sampling: SamplingParams) -> str:
         """What is wrong with one prompt's ids or params, whatever the model's context; empty if nothing is."""
         vocab_size = self._assembly.plan.model.vocab_size
@@ -260,10 +287,25 @@ class LLM:
             return f"it has the token id {bad}; ids go from 0 to {vocab_size - 1}"
         return sampling.problem(vocab_size)
 
-    def _encode(self, text: str) -> list[int]:
+    def _ids(self, prompt: str | Sequence[int], place: str) -> tuple[list[int], str]:
+        """A prompt's ids, and why there are none."""
+        if not isinstance(prompt, str):
+            try:
+                return [index(token) for token in prompt], ""
+            except TypeError as exc:
+                raise TypeError(f"{place}: {exc}; give a text or token ids") from exc
         if self._tokenizer is None:
-            raise RequestError("this model has no tokenizer.json; give token ids")
-        return self._tokenizer.encode(text).tolist()
+            return [], "this model has no tokenizer.json; give token ids"
+        try:
+            return self._tokenizer.encode(prompt).tolist(), ""
+        except RequestError as exc:
+            return [], str(exc)
+
+
+def _leave_group(ranks: RankInfo, process: int) -> None:
+    """One rank has none: what there is then is the program's own. Nor has a fork of `process`."""
+    if ranks.world_size > 1 and os.getpid() == process:
+        leave_group()
 
 
 def _share_config(board: Board, arguments: Sequence[str]) -> Config:
@@ -279,21 +321,48 @@ def _share_config(board: Board, arguments: Sequence[str]) -> Config:
     if not isinstance(options, Config):
         assert options is not None
         raise options
+    ignored = ignored_options(arguments, options) if board.ranks.rank > 0 else ""
+    if ignored:
+        logger.warning("rank 0's arguments count, those of rank %d are ignored: %s", board.ranks.rank, ignored)
     return options
 
 
-def _plan_together(board: Board, config: Config) -> Plan:
-    """As make_plan. What one rank cannot serve (its host may have other files) is raised on all: they would wait for it."""
-    plan, problem = None, None
-    try:
-        plan = make_plan(config, board.ranks)
-    except SpmdServeError as exc:
-        problem = exc
-    problems = [found for found in board.gather("plan problem", problem) if found is not None]
-    if problem is not None or problems:
-        raise problem or problems[0]
-    assert plan is not None
-    return plan
+@_torch_as_in_the_server()
+def _build(board: Board, config: Config) -> tuple[Assembly, TextTokenizer | None]:
+    """What an LLM is made of, when all ranks have it. A config alone serves random weights and token ids, without a tokenizer."""
+    import torch
+
+    # A queue limit protects a server from its clients; here everything that is given is wanted.
+    config = replace(config, scheduler=replace(config.scheduler, max_queue=sys.maxsize))
+    torch.set_num_threads(config.engine.threads or threads_per_rank(board.ranks))
+    plan = make_agreed_plan(config, board)
+    assembly = assemble(plan, board.ranks, meet=lambda: board.gather("loaded", True))
+    tokenizer = None
+    if (plan.tokenizer_folder / "tokenizer.json").exists():
+        tokenizer = TextTokenizer(plan.tokenizer_folder, plan.model.vocab_size)
+    board.gather("built", True)
+    return assembly, tokenizer
+
+
+def _tell_others(board: Board, exc: BaseException) -> SpmdServeError | None:
+    """Say why this rank has no LLM, so that the others do not wait for it.
+
+    Returns what this one is to raise instead, if `exc` only says that another rank has gone: that one's reason, by its name.
+    """
+    own = board.peers[board.ranks.rank]
+    lost = is_peer_error(exc)
+    with contextlib.suppress(RuntimeError):  # the store is gone
+        deadline = time.monotonic() + _EXPLAIN_S
+        while lost and board.failure() is None and time.monotonic() < deadline:
+            time.sleep(0.05)
+        ours = isinstance(exc, SpmdServeError)
+        kind, message = ("refused", str(exc)) if ours else ("error", f"{type(exc).__name__}: {exc}")
+        board.store.set(f"raised/{own.rank}", type(exc).__name__ if ours else RankLostError.__name__)
+        first = board.fail(Failure(own.rank, own.hostname, kind, message))
+        if lost and first.rank != own.rank:
+            theirs: type[SpmdServeError] = getattr(errors, board.store.get(f"raised/{first.rank}").decode())
+            return theirs(str(first))
+    return peer_error(exc) if lost and isinstance(exc, RuntimeError) and not isinstance(exc, SpmdServeError) else None
 
 
 def _text_of(result: Generation, tokenizer: TextTokenizer) -> str:

@@ -369,22 +369,42 @@ class ServiceState(IntEnum):
 
 
 @dataclass(frozen=True, slots=True)
+class Lengths:
+    """How many tokens requests may have: the frontend refuses by it before a request waits, the scheduler in any case.
+
+    Attributes:
+        max_model_len: context length in tokens.
+        pool: tokens that the KV pool holds.
+    """
+
+    max_model_len: int
+    pool: int
+
+    @property
+    def longest(self) -> int:
+        """Of a prompt with its answer. The last token's KV is never needed, hence one token more than the pool holds."""
+        return min(self.max_model_len, self.pool + 1)
+
+    def longest_prompt(self, max_tokens: int) -> int:
+        """Of a prompt alone; if there is to be an answer, it has room for a token."""
+        return min(self.max_model_len - (max_tokens > 0), self.pool)
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """What the frontend must know of the model that is served.
 
     Attributes:
         name: the name in the API.
         folder: local folder with the tokenizer files and the chat template.
-        max_model_len: context length in tokens.
-        max_request_tokens: tokens that the KV pool holds at most; a request that needs more can never run.
+        lengths: of requests; the pool's is far too large where it is sized by memory, which is known once the weights are loaded.
         generation_defaults: temperature, top_k, top_p... from the model's generation_config.json.
         created: Unix time of the start.
     """
 
     name: str
     folder: str
-    max_model_len: int
-    max_request_tokens: int
+    lengths: Lengths
     vocab_size: int
     eos_token_ids: tuple[int, ...]
     generation_defaults: dict[str, float] = field(default_factory=dict)

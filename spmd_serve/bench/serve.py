@@ -40,7 +40,7 @@ from spmd_serve.config import Config, ModelOptions, ServerOptions
 from spmd_serve.distributed.process import children_of
 from spmd_serve.errors import REFUSED, ConfigError
 from spmd_serve.frontend.server import Frontend, ProcessFrontend, start_frontend
-from spmd_serve.types import ModelInfo, ServiceState
+from spmd_serve.types import Lengths, ModelInfo, ServiceState
 
 START_TIMEOUT = 300.0  # seconds for a server to load its model
 ERROR = "spmd_serve.bench: error:"
@@ -260,7 +260,7 @@ def dummy_server(args: argparse.Namespace, folder: Path, vocab_size: int) -> Ite
     """The frontend with the tokenizer of `folder` over an engine that repeats some ordinary tokens."""
     config = Config(server=ServerOptions(port=0, frontend=args.frontend))
     config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=max(256, args.streams)))
-    info = ModelInfo("dummy", str(folder), 1 << 20, 1 << 20, vocab_size, ())
+    info = ModelInfo("dummy", str(folder), Lengths(1 << 20, 1 << 20), vocab_size, ())
     frontend = start_frontend(config, info)
     interval = args.streams / args.dummy_rate if args.dummy_rate else 0.0
     core = DummyCore(

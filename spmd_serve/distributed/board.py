@@ -10,15 +10,18 @@ import json
 import logging
 import os
 import pickle
+import threading
 import time
 import uuid
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass, field
 from datetime import timedelta
 from typing import TypeVar
 
 from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from spmd_serve.distributed.process import is_dead
 from spmd_serve.distributed.ranks import CONNECT_TIMEOUT_S, RankInfo
 from spmd_serve.errors import REFUSED, DistributedError, RankLostError
 
@@ -26,6 +29,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLL_S = 0.02
+_PEERS_GONE_S = 2.0  # how long a failed rank lets the others read why
 _REMIND_S = 20.0  # a line about who is missing, this often
 _STOPPED_S = 5.0  # how long the ranks wait for each other once they are to stop
 _EPOCH = "spmd_serve/epoch"
@@ -92,6 +96,12 @@ class Board:
         """The same board on a connection of its own: calls on one connection wait for each other."""
         return Board(self._connect(), self.ranks, self.peers, self._connect)
 
+    @property
+    def neighbours(self) -> list[Peer]:
+        """The other ranks of this host: without LOCAL_RANK all count as of node 0, and pids say nothing about other hosts."""
+        own = self.peers[self.ranks.rank]
+        return [p for p in self.peers if (p.node, p.hostname) == (own.node, own.hostname) and p.pid != own.pid]
+
     # ---- agreement -----------------------------------------------------------------------------------------------
 
     def share(self, name: str, value: T | None = None) -> T:
@@ -111,10 +121,15 @@ class Board:
 
     def _wait(self, keys: dict[str, Peer]) -> None:
         remind = time.monotonic() + _REMIND_S
-        while not self.store.check(list(keys)):
+        while True:
+            gone = next((peer for peer in self.neighbours if is_dead(peer.pid)), None)
+            if self.store.check(list(keys)):  # asked after that: a rank may give its last value, and end
+                return
             failure = self.failure()
             if failure is not None:
                 raise RankLostError(str(failure))
+            if gone is not None:
+                raise RankLostError(f"{gone} is lost: its process is gone (killed, or out of memory?)")
             if time.monotonic() > remind:
                 missing = [str(peer) for key, peer in keys.items() if not self.store.check([key])]
                 logger.info("waiting for %s (%s)", ", ".join(missing[:8]), next(iter(keys)).split("/")[0])
@@ -162,6 +177,12 @@ class Board:
         """Whether every other rank has said so."""
         return all(self.is_gone(peer.rank) for peer in self.peers if peer.rank != self.ranks.rank)
 
+    def await_others(self) -> None:
+        """Wait until every other rank has said so, but not for long."""
+        deadline = time.monotonic() + _PEERS_GONE_S
+        while not self.others_are_gone() and time.monotonic() < deadline:
+            time.sleep(0.05)
+
     def is_gone(self, rank: int) -> bool:
         """Whether a rank has said so."""
         return self.store.check([f"gone/{rank}"])
@@ -205,8 +226,8 @@ def open_board(ranks: RankInfo, stopped_at: Callable[[], float | None] = lambda:
         )
 
     try:
-        root = connect()
-    except RuntimeError as exc:
+        root = _connect_in_time(connect, _Patience(CONNECT_TIMEOUT_S, stopped_at))
+    except (RuntimeError, TimeoutError) as exc:
         raise DistributedError(
             f"rank {ranks.rank} on host {ranks.hostname} cannot reach the job's store at {ranks.store_host}:{ranks.store_port} "
             f"({str(exc).splitlines()[0]}); check the head node's name, its port and the firewall"
@@ -243,6 +264,27 @@ class _Patience:
 
     def is_over(self, extra_s: float = 0.0) -> bool:
         return time.monotonic() > self.began + self.seconds + extra_s
+
+
+def _connect_in_time(connect: Callable[[], Store], patience: _Patience) -> Store:
+    """`connect()` in a thread of its own: it may be in C++ for a minute, where the main thread would hear no signal.
+
+    Raises:
+        TimeoutError: it takes too long.
+    """
+    connected: Future[Store] = Future()
+
+    def run() -> None:
+        try:
+            connected.set_result(connect())
+        except BaseException as exc:
+            connected.set_exception(exc)
+
+    threading.Thread(target=run, name="connect", daemon=True).start()
+    while not wait([connected], timeout=_POLL_S).done:
+        if patience.is_over(2.0):  # its own reason says more
+            raise TimeoutError(f"no answer within {patience.seconds:.3g} s")
+    return connected.result()
 
 
 def _call_roll(root: Store, own: Peer, patience: _Patience) -> tuple[str, list[Peer]]:

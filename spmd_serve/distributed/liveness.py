@@ -65,11 +65,8 @@ class Liveness:
         self.failure: Failure | None = None
         self.spoken = False
         self._board = board
-        self._own = own = board.peers[board.ranks.rank]
-        # Without LOCAL_RANK all count as of node 0; pids say nothing about another host's processes.
-        self._neighbours = [
-            p for p in board.peers if (p.node, p.hostname) == (own.node, own.hostname) and p.pid != own.pid
-        ]
+        self._own = board.peers[board.ranks.rank]
+        self._neighbours = board.neighbours
         self._progress = progress
         self._signals = signals
         self._messenger = Messenger(board, progress)

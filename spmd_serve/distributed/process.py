@@ -5,12 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import resource
 import sys
 import time
 from pathlib import Path
 from typing import NoReturn
 
-from spmd_serve.errors import REFUSED
+from spmd_serve.errors import REFUSED, ConfigError
 
 
 def fill_standard_files() -> None:
@@ -21,6 +22,21 @@ def fill_standard_files() -> None:
     while (opened := os.open(os.devnull, os.O_RDWR)) <= 2:
         os.set_inheritable(opened, True)
     os.close(opened)
+
+
+def allow_files(wanted: int) -> None:
+    """Have the kernel let this process open so many files: where there are none left, libraries abort without a word.
+
+    Raises:
+        ConfigError: it may not.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ConfigError(
+            f"only {hard} files may be open here, and a rank needs about {wanted}: raise the limit (ulimit -Hn, LimitNOFILE=)"
+        )
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 def leave_process(code: int) -> NoReturn:

@@ -189,7 +189,7 @@ def join_group(ranks: RankInfo, store: Store | None, timeout_s: float) -> None:
     if dist.is_initialized():
         raise DistributedError(
             "torch.distributed has a process group already, of an LLM that is not closed or of this program: close the LLM, or "
-            "make it before the program's own group (its group, gloo and of all ranks, can be used until it is closed)"
+            "make it before the program's own group (its group, of all ranks, can be used until it is closed)"
         )
     if "GLOO_SOCKET_IFNAME" not in os.environ:
         name = choose_interface(ranks, interfaces(), address_towards(ranks.store_host, ranks.store_port))
@@ -220,5 +220,9 @@ def leave_group() -> None:
 
     if dist.is_available() and dist.is_initialized():
         closing = threading.Thread(target=dist.destroy_process_group, daemon=True)
-        closing.start()
-        closing.join(_LEAVE_S)
+        try:
+            closing.start()
+        except RuntimeError:  # at the end of the interpreter Python 3.12 starts no thread
+            dist.destroy_process_group()
+        else:
+            closing.join(_LEAVE_S)

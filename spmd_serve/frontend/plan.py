@@ -145,7 +145,7 @@ class Planner:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
             raise RequestError("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
-        wanted = _first(body.max_completion_tokens, body.max_tokens, self._info.max_model_len)
+        wanted = _first(body.max_completion_tokens, body.max_tokens, self._info.lengths.max_model_len)
         ids = self.chat_ids(body)
         prompts = [self._prompt(ids, "messages", wanted, False)]
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
@@ -170,7 +170,7 @@ class Planner:
             ids = self._tokenizer.encode(body.prompt, body.add_special_tokens is not False)
         else:
             ids = self.chat_ids(body)
-        answer = {"count": len(ids), "max_model_len": self._info.max_model_len, "tokens": ids.tolist()}
+        answer = {"count": len(ids), "max_model_len": self._info.lengths.max_model_len, "tokens": ids.tolist()}
         if body.return_token_strs:
             answer["token_strs"] = [self._tokenizer.token_name(i) for i in ids]
         return answer
@@ -227,9 +227,8 @@ class Planner:
         return list(prompt)
 
     def _prompt(self, prompt: str | list[int] | array[int], field: str, wanted: int, add_special: bool) -> Prompt:
-        least = min(wanted, 1)  # tokens of the answer
         if isinstance(prompt, str):
-            self._check_text_length(prompt, field, least)
+            self._check_text_length(prompt, field, wanted)
             ids = self._tokenizer.encode(prompt, add_special, field)
         elif isinstance(prompt, list):
             self._check_ids(field, prompt)
@@ -239,10 +238,9 @@ class Planner:
         self._check_ids(field, ids)  # a tokenizer may have tokens that the model has no embedding for
         if not ids:
             raise RequestError("the prompt is empty; give at least one token", param=field)
-        room = min(self._info.max_model_len, self._info.max_request_tokens) - len(ids)
-        if room < least:
-            raise self._too_long(f"{len(ids)}", field, least)
-        return Prompt(ids, "", min(wanted, room))
+        if len(ids) > self._info.lengths.longest_prompt(wanted):
+            raise self._too_long(f"{len(ids)}", field, wanted)
+        return Prompt(ids, "", min(wanted, self._info.lengths.longest - len(ids)))
 
     def _echoed(self, prompt: Prompt, given: str | list[int], body: CompletionBody) -> Prompt:
         """`prompt` with its text: as it was given, or, of ids, as the tokenizer writes them."""
@@ -254,23 +252,25 @@ class Planner:
         offsets = [] if body.logprobs is None else self._tokenizer.offsets(prompt.ids, text, skip_special)
         return replace(prompt, echo_text=text, offsets=offsets)
 
-    def _check_text_length(self, text: str, field: str, answer: int) -> None:
+    def _check_text_length(self, text: str, field: str, wanted: int) -> None:
         """Refuse a text that must be too long before it costs seconds of tokenizing."""
         least = self._tokenizer.least_tokens(text)
-        if least + answer > min(self._info.max_model_len, self._info.max_request_tokens):
-            raise self._too_long(f"at least {least}", field, answer)
+        if least > self._info.lengths.longest_prompt(wanted):
+            raise self._too_long(f"at least {least}", field, wanted)
 
-    def _too_long(self, length: str, field: str, answer: int) -> RequestError:
-        """`answer`: the tokens that must be left for the answer, 0 or 1.
+    def _too_long(self, length: str, field: str, wanted: int) -> RequestError:
+        """`wanted`: tokens of the answer.
 
         Clients know by OpenAI's words, or by its code, that they have to shorten the prompt.
         """
-        limit = f"this model's maximum context length is {min(self._info.max_model_len, self._info.max_request_tokens)} tokens"
-        if self._info.max_request_tokens < self._info.max_model_len:
+        lengths = self._info.lengths
+        limit = f"this model's maximum context length is {min(lengths.max_model_len, lengths.pool)} tokens"
+        if lengths.pool < lengths.max_model_len:
             limit += " here, which is what this server's KV pool holds (see --kv-memory, --num-pages)"
-        share = ", of which at least one is for the answer" if answer else ""
+        elif wanted:
+            limit += ", of which at least one is for the answer"
         return RequestError(
-            f"the prompt has {length} tokens, but {limit}{share}; shorten the prompt",
+            f"the prompt has {length} tokens, but {limit}; shorten the prompt",
             param=field,
             code="context_length_exceeded",
         )

@@ -101,7 +101,7 @@ def make_router(services: Services) -> APIRouter:
         "created": info.created,
         "owned_by": "spmd_serve",
         "root": info.name,
-        "max_model_len": info.max_model_len,
+        "max_model_len": info.lengths.max_model_len,
     }
 
     @router.get("/v1/models")

@@ -86,7 +86,8 @@ class TextTokenizer:
         try:
             encoding = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0]
         except Exception as error:  # tokenizers raises bare Exception
-            raise RequestError(f"this model's tokenizer cannot encode the text: {error}", param=field) from None
+            why = _no_text(text) or error
+            raise RequestError(f"this model's tokenizer cannot encode the text: {why}", param=field) from None
         return array("i", encoding.ids)
 
     def least_tokens(self, text: str) -> int:
@@ -143,6 +144,15 @@ class TextTokenizer:
             return data.decode()
         except UnicodeDecodeError:
             return "bytes:" + re.sub("..", r"\\x\g<0>", data.hex())
+
+
+def _no_text(text: str) -> str:
+    """Why these characters are no text; empty if they are. A Python string may hold what no UTF-8 does."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"character {error.start} is U+{ord(text[error.start]):04X}, half of a surrogate pair"
+    return ""
 
 
 def _is_of_sentencepiece(part: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from spmd_serve.config import SchedulerOptions
 from spmd_serve.scheduler.sequence import Sequence
-from spmd_serve.types import Finish, FinishReason, Request
+from spmd_serve.types import Finish, FinishReason, Lengths, Request
 
 _TOKEN_BYTES = 4  # Request.prompt is int32
 
@@ -17,8 +17,7 @@ class Intake:
 
     Attributes:
         options: policy and default deadline.
-        capacity: tokens that the KV pool holds.
-        max_model_len: context length in tokens.
+        lengths: of prompts and answers, in tokens.
         short_context: see ModelConfig.short_context.
         eos_token_ids: ids that end a sequence unless it ignores them.
         prefix_cache, overlap: as the Scheduler has them.
@@ -26,8 +25,7 @@ class Intake:
     """
 
     options: SchedulerOptions
-    capacity: int
-    max_model_len: int
+    lengths: Lengths
     short_context: int
     eos_token_ids: frozenset[int]
     prefix_cache: bool
@@ -46,14 +44,14 @@ class Intake:
     def misfit(self, request: Request) -> Finish | None:
         """The terminal output of a request that could never run."""
         length = len(request.prompt) // _TOKEN_BYTES
-        longest = min(self.max_model_len - (request.params.max_tokens > 0), self.capacity)
+        longest = self.lengths.longest_prompt(request.params.max_tokens)
         if length == 0:
             return _refusal(request, "the prompt is empty; give at least one token", "empty_prompt")
         if length <= longest:
             return None
         message = (
             f"the prompt has {length} tokens; at most {longest} fit "
-            f"(maximum context length {self.max_model_len}, KV pool {self.capacity} tokens)"
+            f"(maximum context length {self.lengths.max_model_len}, KV pool {self.lengths.pool} tokens)"
         )
         return _refusal(request, message, "context_length_exceeded")  # clients know by these words, or by the code
 
@@ -65,9 +63,7 @@ class Intake:
         deadline = request.deadline
         if deadline is None and options.request_timeout is not None:
             deadline = now + options.request_timeout
-        # The last token's KV is never needed, hence one token more than the pool holds.
-        longest = min(self.max_model_len, self.capacity + 1)
-        limit = min(len(request.prompt) // _TOKEN_BYTES + params.max_tokens, longest)
+        limit = min(len(request.prompt) // _TOKEN_BYTES + params.max_tokens, self.lengths.longest)
         return Sequence(
             request,
             order=order,

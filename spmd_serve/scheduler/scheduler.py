@@ -24,6 +24,7 @@ from spmd_serve.scheduler.waiting_queue import WaitingQueue
 from spmd_serve.types import (
     Finish,
     FinishReason,
+    Lengths,
     NewRow,
     PrefillChunk,
     Request,
@@ -84,8 +85,7 @@ class Scheduler:
         self._tables = PageTables(page_size, num_pages)
         self._intake = Intake(
             options,
-            capacity=self._tables.capacity,
-            max_model_len=max_model_len,
+            Lengths(max_model_len, self._tables.capacity),
             short_context=short_context,
             eos_token_ids=frozenset(eos_token_ids),
             prefix_cache=prefix_cache,

@@ -161,10 +161,10 @@ def _replace_the_board() -> None:
 
 
 def _pretend_other_software() -> None:
-    from spmd_serve.distributed import fingerprint
+    from spmd_serve import assembly
 
-    real = fingerprint.software_fingerprint
-    fingerprint.software_fingerprint = lambda: real() | {"torch version": "1.0"}
+    real = assembly.software_fingerprint
+    assembly.software_fingerprint = lambda: real() | {"torch version": "1.0"}
 
 
 if __name__ == "__main__":

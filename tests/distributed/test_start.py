@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 import shutil
+import signal
 import socket
 from collections.abc import Callable
 from pathlib import Path
@@ -13,6 +14,7 @@ from pathlib import Path
 import pytest
 from safetensors.torch import load_file, save_file
 from support.checkpoints import make_checkpoint, write_tokenizer
+from support.ports import free_port
 from torchrun_job import Job
 
 from spmd_serve.__main__ import _Over, _rank0_options, _rank0_say_ready, default_name
@@ -165,6 +167,24 @@ def test_two_servers_on_one_host_whose_name_does_not_resolve(start_job: StartJob
     for job in jobs:
         job.await_ready()
     assert [job.complete().status_code for job in jobs] == [200, 200]
+
+
+def test_what_another_host_is_given_and_has_no_effect_is_one_warning(start_job: StartJob) -> None:
+    head, port = ("--nnodes=2", "--master-addr=127.0.0.1", f"--master-port={free_port()}"), free_port()
+    shared = {"port": port, "env": {"GLOO_SOCKET_IFNAME": "lo"}}
+    first = start_job("--max-num-seqs", "8", ranks=2, torchrun=(*head, "--node-rank=0"), **shared)
+    other = start_job("--max-num-seqs", "9", "--nope", ranks=2, torchrun=(*head, "--node-rank=1"), **shared)
+    first.await_ready()
+    first.signal_rank(0, signal.SIGTERM)
+    for job in (first, other):
+        job.await_end(30)
+    (line,) = [line for job in (first, other) for line in job.log.splitlines() if " WARNING " in line]
+    host = socket.gethostname()
+    assert (
+        f"WARNING rank 2 __main__: rank 0's options count, those of host {host} are ignored: --max-num-seqs, --nope"
+        in line
+    )
+    assert line in other.log
 
 
 def test_the_command_of_the_ready_line_is_what_a_shell_takes(capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,12 +15,12 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from support.fake_service import MODEL, FakeService, fake_info
+from support.fake_service import CONTEXT, MODEL, FakeService, fake_info
 from support.server import wait_until
 
 from spmd_serve.config import Config, SchedulerOptions
 from spmd_serve.frontend.streaming import EventStream
-from spmd_serve.types import Finish, FinishReason, ServiceState, StepOutput
+from spmd_serve.types import Finish, FinishReason, Lengths, ServiceState, StepOutput
 
 LONG = {"model": MODEL, "prompt": "again ", "max_tokens": 8000, "ignore_eos": True}
 CHAT = {"model": MODEL, "messages": [{"role": "user", "content": "again"}], "ignore_eos": True}
@@ -354,10 +354,10 @@ def test_metrics_tell_what_happened(start: Start) -> None:
 
 def test_small_pools_clamp(start: Start) -> None:
     """A pool of 64 tokens: 40 + 60 is clamped, 100 is refused, and the next small one is served."""
-    service = start(script=lambda request: itertools.repeat(300), info=fake_info(max_request_tokens=64))
+    service = start(script=lambda request: itertools.repeat(300), info=fake_info(lengths=Lengths(CONTEXT, 64)))
     answer = post(service, prompt=[5] * 40, max_tokens=60).json()
     assert answer["choices"][0]["finish_reason"] == "length"
-    assert answer["usage"]["completion_tokens"] == 24
+    assert answer["usage"]["completion_tokens"] == 25
     for stream in (False, True):
         assert post(service, prompt=[5] * 100, stream=stream).status_code == 400
     assert post(service).status_code == 200

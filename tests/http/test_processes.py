@@ -185,8 +185,8 @@ def test_children_die_with_their_parent(tmp_path: Path) -> None:
         import time
         from spmd_serve.config import Config, ServerOptions
         from spmd_serve.frontend.server import start_frontend
-        from spmd_serve.types import ModelInfo
-        info = ModelInfo("m", {str(model_folder())!r}, 64, 64, 49152, (2,))
+        from spmd_serve.types import Lengths, ModelInfo
+        info = ModelInfo("m", {str(model_folder())!r}, Lengths(64, 64), 49152, (2,))
         frontend = start_frontend(Config(server=ServerOptions(port=0, frontend="process:2")), info)
         print(*frontend.pids, frontend.url, flush=True)
         time.sleep(60)

@@ -10,13 +10,15 @@ import schemathesis
 from schemathesis.checks import not_a_server_error
 from support.fake_service import FakeService, fake_info, start_fake
 
+from spmd_serve.types import Lengths
+
 OPERATIONS = 10
 
 
 @pytest.fixture(scope="module")
 def service() -> Iterator[FakeService]:
     """A short context, because what the generator makes up asks for as much as it can."""
-    fake = start_fake(info=fake_info(max_model_len=128, max_request_tokens=128))
+    fake = start_fake(info=fake_info(lengths=Lengths(128, 128)))
     yield fake
     fake.close()
 

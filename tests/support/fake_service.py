@@ -17,7 +17,7 @@ from spmd_serve.distributed.ranks import RankInfo
 from spmd_serve.frontend.server import Frontend, start_frontend
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.models.resolve import resolve_model
-from spmd_serve.types import ModelInfo, Request, ServiceState
+from spmd_serve.types import Lengths, ModelInfo, Request, ServiceState
 
 EOS = 2
 VOCAB = 49152
@@ -113,5 +113,5 @@ def start_fake(
 
 def fake_info(**changes: object) -> ModelInfo:
     """What the frontend knows of the parrot."""
-    info = ModelInfo(MODEL, str(model_folder()), CONTEXT, CONTEXT, VOCAB, (EOS,), created=1_700_000_000)
+    info = ModelInfo(MODEL, str(model_folder()), Lengths(CONTEXT, CONTEXT), VOCAB, (EOS,), created=1_700_000_000)
     return replace(info, **changes)  # type: ignore[arg-type]

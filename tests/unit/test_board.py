@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import pickle
+import signal
+import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from torch.distributed import HashStore
@@ -18,7 +24,7 @@ FAILURE = Failure(1, "b", "error", "it broke", "Traceback...")
 
 
 def peers(world_size: int) -> list[Peer]:
-    return [Peer(rank, world_size, 0, "host", 100 + rank, f"t{rank}") for rank in range(world_size)]
+    return [Peer(rank, world_size, 0, "host", os.getpid(), f"t{rank}") for rank in range(world_size)]
 
 
 def boards(world_size: int) -> list[Board]:
@@ -53,6 +59,17 @@ def test_share_and_gather() -> None:
     ranks = boards(3)
     assert in_threads([lambda b=b: b.share("x", b.ranks.rank + 7) for b in ranks]) == [7, 7, 7]
     assert in_threads([lambda b=b: b.gather("y", b.ranks.rank) for b in ranks]) == [[0, 1, 2]] * 3
+
+
+def test_a_wait_for_a_process_that_is_gone_ends() -> None:
+    first, _ = boards(2)
+    gone = subprocess.Popen([sys.executable, "-c", ""])
+    gone.wait()
+    first.peers[1] = replace(first.peers[1], pid=gone.pid)
+    with pytest.raises(RankLostError, match=r"rank 1 \(host\) is lost: its process is gone"):
+        first.gather("x", 0)
+    first.store.set("x/1", pickle.dumps(1))  # given before it ended
+    assert first.gather("x", 0) == [0, 1]
 
 
 def test_a_failure_ends_every_wait() -> None:
@@ -135,3 +152,33 @@ def test_a_rank_that_is_to_stop_waits_less_long_for_the_others() -> None:
 def test_whether_the_job_begins_is_decided_once() -> None:
     one, other = boards(2)
     assert [one.decide("serve"), other.decide("stop"), one.decide("stop")] == ["serve"] * 3
+
+
+def test_a_stop_is_heard_while_the_store_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connecting is a call into C++ of up to a minute, in which Python's signal handlers do not run."""
+    monkeypatch.setattr(module, "_STOPPED_S", 0.2)
+    stopped: list[float] = []
+
+    def stop(number: int, frame: object) -> None:
+        stopped.append(time.monotonic())
+
+    previous = signal.signal(signal.SIGALRM, stop)
+    release = threading.Event()
+    try:
+        signal.setitimer(signal.ITIMER_REAL, 0.2)
+        patience = module._Patience(60.0, lambda: stopped[0] if stopped else None)
+        with pytest.raises(TimeoutError, match=r"no answer within 0\.4"):
+            module._connect_in_time(lambda: release.wait(60) and HashStore(), patience)  # type: ignore[arg-type,return-value]
+    finally:
+        release.set()
+        signal.signal(signal.SIGALRM, previous)
+
+
+def test_a_store_that_refuses_says_why() -> None:
+    def refuse() -> HashStore:
+        raise RuntimeError("it refuses")
+
+    with pytest.raises(RuntimeError, match="it refuses"):
+        module._connect_in_time(refuse, module._Patience(60.0))
+    store = HashStore()
+    assert module._connect_in_time(lambda: store, module._Patience(60.0)) is store

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from spmd_serve.config import Config, parse_args
+from spmd_serve.config import Config, ignored_options, parse_args
 from spmd_serve.errors import ConfigError
 
 
@@ -51,3 +51,24 @@ def test_every_number_has_a_least_value() -> None:
 
 def test_the_largest_values_are_options() -> None:
     assert parse_args(["--drain-timeout", "1e6", "--kv-memory", "900000GB"]).cache.kv_memory == 900 * 10**12
+
+
+def test_what_another_rank_is_given_and_has_no_effect() -> None:
+    rank0 = parse_args(["--num-pages", "64", "--cors-origin", "a", "--no-api-key"])
+    same = ["--num-pages", "64", "--cors-origin", "a", "--max-num-seqs", "256"]
+    of_this_host = [
+        "--model",
+        "/other",
+        "--tokenizer",
+        "/t",
+        "--chat-template",
+        "/c",
+        "--address-file",
+        "/a",
+        "--host",
+        "h",
+    ]
+    assert ignored_options([], rank0) == ignored_options(same + of_this_host, rank0) == ""
+    other = ["--num-pages=65", "--api-key", "secret", "--cors-origin", "b", "--nope=3", "--help"]
+    assert ignored_options(other, rank0) == "--num-pages, --api-key, --cors-origin, --nope"
+    assert "--max-num-seqs: invalid int value" in ignored_options(["--max-num-seqs", "many"], rank0)

@@ -90,6 +90,8 @@ def test_wrong_use_is_one_line() -> None:
     ("name", "value", "says"),
     [
         ("PYTHON", "/no/such/python", "there is no interpreter PYTHON=/no/such/python"),
+        ("PYTHON", "/bin/false", "/bin/false cannot start"),
+        ("PYTHONHASHSEED", "x", f"{sys.executable} cannot start: correct the variables that it complains of"),
         ("TMPDIR", "/no/such/folder", "no folder can be made in /no/such/folder; set TMPDIR"),
         ("MAX_RESTARTS", "x", "MAX_RESTARTS is 'x'; it must be a number"),
     ],
@@ -101,6 +103,21 @@ def test_a_wrong_variable_ends_the_start(name: str, value: str, says: str) -> No
     )
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1].startswith(f"[launch] error: {says}")
+
+
+def test_a_base_python_that_cannot_start_is_told(tmp_path: Path) -> None:
+    done = bash("ensure_python", PYTHON="", VENV=str(tmp_path / "venv"), PYTHONHASHSEED="x")
+    assert done.returncode == 1
+    assert "PYTHONHASHSEED must be" in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("[launch] error: python3 cannot start")
+
+
+def test_too_few_open_files_end_the_start(tmp_path: Path) -> None:
+    done = bash("ulimit -n 40; run_ranks 2", PYTHON=fake_torchrun(tmp_path, ""), TMPDIR=str(tmp_path))
+    assert done.returncode == 1
+    assert done.stderr.startswith("[launch] error: only 40 files may be open here")
+    done = bash("ulimit -Sn 40; run_ranks 2", PYTHON=fake_torchrun(tmp_path, ""), TMPDIR=str(tmp_path))
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 # ---- which torch ----------------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """The offline API in one process: prompts and answers are those of the server."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -13,12 +14,13 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from support.checkpoints import make_checkpoint
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from spmd_serve.errors import DeviceMemoryError, ModelError, RequestError
-from spmd_serve.llm import LLM
+from spmd_serve.llm import LLM, Generation
 from spmd_serve.types import SamplingParams
 
 CONFIG = {
@@ -108,10 +110,16 @@ def test_wrong_params_are_refused_before_they_reach_a_step(tmp_path: Path, wrong
 
 @pytest.mark.parametrize(
     ("prompt", "problem"),
-    [([], "empty"), ([5] * 1000, "1000 tokens; at most"), ([5, 99], "token id 99"), ([-1], "token id -1")],
+    [
+        ([], "empty"),
+        ([5] * 1000, "1000 tokens; at most"),
+        ([5, 99], "token id 99"),
+        ([-1], "token id -1"),
+        ("t5 \ud800", r"cannot encode the text: character 3 is U\+D800, half of a surrogate pair"),
+    ],
 )
 def test_prompts_that_cannot_be_are_refused_before_the_others_run(
-    tmp_path: Path, prompt: list[int], problem: str
+    tmp_path: Path, prompt: str | list[int], problem: str
 ) -> None:
     save_model(tmp_path)
     llm = LLM("--model", str(tmp_path), *OPTIONS)
@@ -206,8 +214,12 @@ def test_ids_of_any_integer_type(tmp_path: Path) -> None:
         assert [json.dumps(result.prompt_ids) for result in results] == ["[5, 6]"] * 3
         assert len({tuple(result.token_ids) for result in results}) == 1
         for wrong in ([5.0], ["t5"], [None]):
-            with pytest.raises(TypeError, match="cannot be interpreted as an integer"):
-                llm.generate([wrong], GREEDY)
+            with pytest.raises(TypeError, match=r"prompt 2 of 2: .*cannot be interpreted as an integer"):
+                llm.generate([[5], wrong], GREEDY)  # type: ignore[list-item]
+        with pytest.raises(TypeError, match=r"prompt 2 of 2: .*not iterable; give a text or token ids"):
+            llm.generate([[5], None], GREEDY)  # type: ignore[list-item]
+        with pytest.raises(TypeError, match="prompt 1 of 1: its params are None, not SamplingParams"):
+            llm.generate([[5]], [None])  # type: ignore[list-item]
     finally:
         llm.close()
 
@@ -222,6 +234,36 @@ def test_a_process_group_of_the_programs_own_stays(tmp_path: Path) -> None:
         assert dist.is_initialized()
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("setting", ["dtype", "device", "device context", "autocast"])
+def test_what_a_program_sets_for_its_own_tensors_changes_no_answer(tmp_path: Path, setting: str) -> None:
+    make_checkpoint(tmp_path, "gemma2")  # whose attention has products of its own
+    params = SamplingParams(max_tokens=4, temperature=0.0, logprobs=0)
+    options = ("--model", str(tmp_path), "--device", "cpu", "--num-pages", "16", "--quantization", "fp8")
+
+    def answer() -> list[Generation]:
+        llm = LLM(*options)
+        try:
+            return [replace(result, times=[]) for result in llm.generate([[5, 6], [9] * 40], params)]
+        finally:
+            llm.close()
+
+    plain = answer()
+    with contextlib.ExitStack() as undo:
+        if setting == "dtype":
+            undo.callback(torch.set_default_dtype, torch.get_default_dtype())
+            torch.set_default_dtype(torch.bfloat16)
+        elif setting == "device":
+            undo.callback(torch.set_default_device, None)
+            torch.set_default_device("meta")
+        elif setting == "device context":
+            undo.enter_context(torch.device("meta"))
+        else:
+            undo.enter_context(torch.autocast("cpu", dtype=torch.bfloat16))
+        before = torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu")
+        assert answer() == plain
+        assert before == (torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu"))
 
 
 FORKED = """

@@ -136,3 +136,25 @@ def test_a_process_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
         child.kill()
         child.wait()
         assert is_dead(child.pid)
+
+
+def test_a_limit_of_open_files_is_raised_or_told() -> None:
+    """Python alone needs a handful; gloo and torch's store abort where a rank has none left."""
+    code = (
+        "import resource, sys\n"
+        "from spmd_serve.distributed.process import allow_files\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (30, 90))\n"
+        "allow_files(80)\n"
+        "print(resource.getrlimit(resource.RLIMIT_NOFILE))\n"
+        "allow_files(100)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "(80, 90)\n"
+    assert "ConfigError: only 90 files may be open here, and a rank needs about 100: raise the limit" in done.stderr
+
+
+def test_a_rank_without_files_says_so() -> None:
+    command = ["sh", "-c", 'ulimit -n 30; exec "$@"', "sh", sys.executable, "-m", "spmd_serve"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 2
+    assert done.stderr.startswith("spmd_serve: error: only 30 files may be open here") and done.stderr.count("\n") == 1
