@@ -17,7 +17,7 @@ from spmd_serve.frontend.detokenizer import StopSearch
 from spmd_serve.frontend.generation import Choice, Connection, Generation
 from spmd_serve.frontend.link import UID_SHIFT, FrontLink
 from spmd_serve.frontend.metrics import Metrics
-from spmd_serve.frontend.plan import Plan
+from spmd_serve.frontend.plan import RequestPlan
 from spmd_serve.frontend.tokenizer import TextTokenizer
 from spmd_serve.types import Abort, Finish, FinishReason, Request, ServiceState, StepOutput
 
@@ -88,7 +88,7 @@ class Dispatcher:
         if self.state != ServiceState.READY:
             raise OverloadedError(self.reason, retry_after=5)
 
-    def submit(self, plan: Plan, connection: Connection) -> Generation:
+    def submit(self, plan: RequestPlan, connection: Connection) -> Generation:
         """Hand a plan to the step loop; `connection` is the client's.
 
         Raises:

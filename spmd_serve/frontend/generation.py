@@ -11,7 +11,7 @@ from typing import Protocol
 
 from spmd_serve.errors import RequestError
 from spmd_serve.frontend.detokenizer import Detokenizer, StopSearch
-from spmd_serve.frontend.plan import Plan, Prompt
+from spmd_serve.frontend.plan import Prompt, RequestPlan
 from spmd_serve.types import FinishReason, TokenLogprobs
 
 
@@ -132,7 +132,7 @@ class Generation:
         push: sends what is ready at once; True when nothing is left. Set while the response's task waits.
     """
 
-    def __init__(self, plan: Plan, connection: Connection) -> None:
+    def __init__(self, plan: RequestPlan, connection: Connection) -> None:
         self.plan = plan
         self.choices: list[Choice] = []
         self.prompt_json: dict[int, PromptJson] = {}  # by the prompt's index

@@ -47,7 +47,7 @@ class Prompt:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class RequestPlan:
     """What one HTTP request wants generated and how it wants to see it.
 
     Attributes:
@@ -107,8 +107,8 @@ class Planner:
 
     # ---- bodies
 
-    def completion(self, data: bytes) -> Plan:
-        """Plan of a /v1/completions body."""
+    def completion(self, data: bytes) -> RequestPlan:
+        """The plan of a /v1/completions body."""
         body = parse_body(data, CompletionBody)
         self.check_model(body.model)
         self._check_bound("n", body.n, self._server.max_n)
@@ -135,8 +135,8 @@ class Planner:
         )
         return self._plan(body, prompts, params, best_of=best_of, echo=echo, logprobs=body.logprobs, chat=False)
 
-    def chat(self, data: bytes) -> Plan:
-        """Plan of a /v1/chat/completions body."""
+    def chat(self, data: bytes) -> RequestPlan:
+        """The plan of a /v1/chat/completions body."""
         body = parse_body(data, ChatBody)
         self.check_model(body.model)
         self._check_bound("n", body.n, self._server.max_n)
@@ -329,7 +329,7 @@ class Planner:
         echo: bool,
         logprobs: int | None,
         chat: bool,
-    ) -> Plan:
+    ) -> RequestPlan:
         if best_of * len(prompts) > self._capacity:
             raise RequestError(
                 f"this asks for {best_of * len(prompts)} sequences; this server queues at most {self._capacity}",
@@ -349,7 +349,7 @@ class Planner:
         if body.priority and not self._has_priorities:
             raise RequestError("priority is for servers started with --schedule priority", param="priority")
         timeouts = [t for t in (body.timeout, self._default_timeout) if t is not None]
-        return Plan(
+        return RequestPlan(
             chat=chat,
             model=self._info.name,
             prompts=prompts,

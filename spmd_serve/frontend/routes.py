@@ -17,7 +17,7 @@ from spmd_serve.errors import RequestError
 from spmd_serve.frontend.body import BodyReader
 from spmd_serve.frontend.dispatcher import Dispatcher
 from spmd_serve.frontend.metrics import Metrics
-from spmd_serve.frontend.plan import Plan, Planner
+from spmd_serve.frontend.plan import Planner, RequestPlan
 from spmd_serve.frontend.responses import CONNECTION, GenerationResponse, JsonResponse
 from spmd_serve.frontend.schemas import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 from spmd_serve.frontend.tokenizer import TextTokenizer
@@ -60,7 +60,7 @@ def make_router(services: Services) -> APIRouter:
         async with services.bodies.read(request) as data:
             return await asyncio.get_running_loop().run_in_executor(services.threads, make, data)
 
-    async def generate(request: Request, make: Callable[[bytes], Plan], prefix: str, kind: str) -> Response:
+    async def generate(request: Request, make: Callable[[bytes], RequestPlan], prefix: str, kind: str) -> Response:
         dispatcher.check_ready()
         plan = await planned(request, make)
         identifier = f"{prefix}-{uuid.uuid4().hex}"

@@ -14,7 +14,7 @@ from spmd_serve.config import Config, SchedulerOptions, ServerOptions
 from spmd_serve.errors import RequestError
 from spmd_serve.frontend.chat import ChatTemplate, find_template
 from spmd_serve.frontend.grammar import GrammarCompiler
-from spmd_serve.frontend.plan import MAX_TOKENIZED, Plan, Planner
+from spmd_serve.frontend.plan import MAX_TOKENIZED, Planner, RequestPlan
 from spmd_serve.frontend.schemas import (
     HARMLESS,
     Body,
@@ -42,11 +42,11 @@ def planner() -> Planner:
     return make_planner()
 
 
-def completion(planner: Planner, **fields: Any) -> Plan:
+def completion(planner: Planner, **fields: Any) -> RequestPlan:
     return planner.completion(json.dumps({"prompt": "hello"} | fields).encode())
 
 
-def chat(planner: Planner, **fields: Any) -> Plan:
+def chat(planner: Planner, **fields: Any) -> RequestPlan:
     return planner.chat(json.dumps({"messages": HELLO} | fields).encode())
 
 

@@ -12,7 +12,7 @@ from support.fake_service import MODEL, bundled_tokenizer
 
 from spmd_serve.frontend.generation import Choice, Generation
 from spmd_serve.frontend.metrics import Metrics
-from spmd_serve.frontend.plan import Plan, Prompt
+from spmd_serve.frontend.plan import Prompt, RequestPlan
 from spmd_serve.frontend.streaming import DONE, MAX_TAKEN, EventStream
 from spmd_serve.types import FinishReason, SamplingParams, StepStats, TokenLogprobs
 
@@ -28,7 +28,7 @@ class NoConnection:
 
 
 def make(chat: bool = False, n: int = 1, **fields: Any) -> tuple[Generation, EventStream]:
-    plan = Plan(
+    plan = RequestPlan(
         chat=chat,
         model=MODEL,
         prompts=[Prompt(array("i", [1]), "", 10)],
