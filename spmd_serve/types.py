@@ -382,12 +382,12 @@ class Lengths:
 
     @property
     def longest(self) -> int:
-        """Of a prompt with its answer. The last token's KV is never needed, hence one token more than the pool holds."""
-        return min(self.max_model_len, self.pool + 1)
+        """Of a prompt with its answer. (The last token's KV is never needed, but one number for the pool is what people expect.)"""
+        return min(self.max_model_len, self.pool)
 
     def longest_prompt(self, max_tokens: int) -> int:
         """Of a prompt alone; if there is to be an answer, it has room for a token."""
-        return min(self.max_model_len - (max_tokens > 0), self.pool)
+        return self.longest - (max_tokens > 0)
 
 
 @dataclass(frozen=True, slots=True)

@@ -264,13 +264,12 @@ class Planner:
         Clients know by OpenAI's words, or by its code, that they have to shorten the prompt.
         """
         lengths = self._info.lengths
-        limit = f"this model's maximum context length is {min(lengths.max_model_len, lengths.pool)} tokens"
+        limit = f"this model's maximum context length is {lengths.longest} tokens"
         if lengths.pool < lengths.max_model_len:
             limit += " here, which is what this server's KV pool holds (see --kv-memory, --num-pages)"
-        elif wanted:
-            limit += ", of which at least one is for the answer"
+        share = ", of which at least one is for the answer" if wanted else ""
         return RequestError(
-            f"the prompt has {length} tokens, but {limit}; shorten the prompt",
+            f"the prompt has {length} tokens, but {limit}{share}; shorten the prompt",
             param=field,
             code="context_length_exceeded",
         )

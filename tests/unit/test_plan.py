@@ -263,11 +263,9 @@ def test_length_is_clamped_to_context_and_pool(planner: Planner) -> None:
     assert completion(planner, prompt=[5] * 8000, max_tokens=1000).prompts[0].max_tokens == 192
     assert completion(planner, prompt=[5] * 8191).prompts[0].max_tokens == 1
     small = make_planner(lengths=Lengths(CONTEXT, 64))
-    assert completion(small, prompt=[5] * 40, max_tokens=60).prompts[0].max_tokens == 25
-    # The last token's KV is never needed.
-    one = make_planner(lengths=Lengths(CONTEXT, 1))
-    assert completion(one, prompt=[5], max_tokens=9).prompts[0].max_tokens == 1
-    assert completion(one, prompt=[5], max_tokens=0).prompts[0].max_tokens == 0
+    assert completion(small, prompt=[5] * 40, max_tokens=60).prompts[0].max_tokens == 24
+    assert completion(small, prompt=[5] * 63, max_tokens=9).prompts[0].max_tokens == 1
+    assert completion(small, prompt=[5] * 64, max_tokens=0).prompts[0].max_tokens == 0
 
 
 def test_echo_and_best_of(planner: Planner) -> None:
@@ -590,7 +588,6 @@ def test_too_long_a_prompt_states_both_lengths(planner: Planner) -> None:
     small = make_planner(lengths=Lengths(CONTEXT, 64))
     error = refused(completion, small, "prompt", {"prompt": [5] * 100})
     assert "100 tokens" in error.message and "64 tokens" in error.message and "--num-pages" in error.message
-    assert "for the answer" not in error.message, "its first token needs no room in the pool"
     error = refused(completion, planner, "prompt", {"prompt": "x" * 5_000_000})
     assert "at least" in error.message and "8192 tokens" in error.message
 

@@ -162,7 +162,7 @@ class ToyLoop:
         short_context: int = 0,
         **options: object,
     ) -> None:
-        self.max_length = min(max_model_len, page_size * num_pages + 1)
+        self.max_length = min(max_model_len, page_size * num_pages)
         self.scheduler = Scheduler(
             SchedulerOptions(max_num_seqs=max_num_seqs, max_batch_tokens=max_batch_tokens, **options),  # type: ignore[arg-type]
             page_size=page_size,
