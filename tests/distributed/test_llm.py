@@ -23,7 +23,7 @@ def test_errors_leave_the_ranks_in_step(tmp_path: Path) -> None:
     )
     assert "Paris" in first
     assert second == last == first
-    assert "prompt 2 of 2: the prompt has 3000 tokens; at most 256 fit" in too_long
+    assert "prompt 2 of 2: the prompt has 3000 tokens; at most 255 fit" in too_long
     assert too_large == f"prompt 1 of 2: it has the token id {2**40}; ids go from 0 to 49151"
     assert negative == "prompt 1 of 1: it has the token id -1; ids go from 0 to 49151"
     assert cold == "prompt 2 of 2: temperature must be from 0 to 100"
