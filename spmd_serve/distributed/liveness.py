@@ -252,13 +252,14 @@ class Liveness:
             tell_torchrun(str(failure), failure.details)  # all ranks name the culprit, whichever torchrun asks
         if self._own.rank == 0:
             self.on_failure(str(failure))
-        self._settled.set()
-        self._wake()  # an idle rank 0 then finds the connection broken, and ends in good order
-        _exit_after(GRACE_S + 2 * is_own, failure.exit_code)
         for peer in self._neighbours:
             # A stopped process would keep torchrun waiting for 30 s. Only this job's own: the same parent started it.
             if peer.rank == failure.rank and failure.kind == "lost" and parent_of(peer.pid) == os.getppid():
                 os.kill(peer.pid, signal.SIGKILL)
+        # The main thread goes on now, and may be gone at once.
+        self._settled.set()
+        self._wake()  # an idle rank 0 then finds the connection broken, and ends in good order
+        _exit_after(GRACE_S + 2 * is_own, failure.exit_code)
 
 
 def _exit_after(seconds: float, code: int, why: str = "", unless: Callable[[], bool] = lambda: False) -> None:
