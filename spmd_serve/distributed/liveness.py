@@ -255,7 +255,8 @@ class Liveness:
         for peer in self._neighbours:
             # A stopped process would keep torchrun waiting for 30 s. Only this job's own: the same parent started it.
             if peer.rank == failure.rank and failure.kind == "lost" and parent_of(peer.pid) == os.getppid():
-                os.kill(peer.pid, signal.SIGKILL)
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(peer.pid, signal.SIGKILL)
         # The main thread goes on now, and may be gone at once.
         self._settled.set()
         self._wake()  # an idle rank 0 then finds the connection broken, and ends in good order
