@@ -115,8 +115,7 @@ class Communicator:
 
         Two may be on their way at most, and `tensor` stays as it is until the end.
         """
-        if self._copied is None:
-            return partial(self.all_reduce_add_, tensor, residual)
+        assert self._copied is not None, "`overlaps` says where"
         return partial(self._copied.add_, self._copied.start(tensor), residual)
 
     def best_index(self, values: Tensor, indices: Tensor) -> Tensor:

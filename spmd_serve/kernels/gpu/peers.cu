@@ -259,8 +259,8 @@ const void* pick(bool lines, bool add) {
 
 // count: of groups of 4 numbers; type: 0 bfloat16, 1 float16; add: to out, else out is overwritten; x and out 8-byte aligned. `cells` are the
 // ranks' memories and `calls` this rank's counters, all zero at first: for each 256 of count (with lines: 480, and for at most 640 of those)
-// 2 * ranks * 4096 bytes and one counter. dependent: 1 with programmatic dependent launch, 2: see
-// Peers. Returns a CUDA error code.
+// 2 * ranks * 4096 bytes and one counter. dependent: 1 with programmatic dependent launch, 2 with Peers' pass_on, too. Returns a CUDA error
+// code.
 extern "C" int peers_all_reduce(const int64_t* cells, void* calls, int rank, int ranks, const void* x, void* out, int count,
                                 int type, int add, int lines, int dependent, int device, cudaStream_t stream) {
   const Peers p = make_peers(cells, calls, rank, ranks, dependent);

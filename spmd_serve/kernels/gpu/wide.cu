@@ -403,10 +403,9 @@ bool make_map(CUtensorMap* map, const void* at, int rows, int columns, int strid
 
 }  // namespace
 
-// Launches on `stream`; dependent: with programmatic dependent launch; the next kernel may start when this one has
-// its input. features and tile_rows must be
-// even, columns and x_stride multiples of 8, all pointers 16-byte aligned. room: bytes of shared memory a block may take.
-// Returns a CUDA error code; -1: the shape does not fit.
+// Launches on `stream`; dependent: with programmatic dependent launch, and the next kernel may start when this one has its input.
+// features and tile_rows must be even, columns and x_stride multiples of 8, all pointers 16-byte aligned. room: bytes of shared
+// memory a block may take. Returns a CUDA error code; -1: the shape does not fit.
 extern "C" int wide_linear(const void* x, const void* w, const void* bias, void* out, int tokens, int features, int columns, int x_stride, int activation,
                            int parts, int tile_rows, int splits, int room, int dependent, int device, cudaStream_t stream) {
   int current = -1;  // this library's runtime is its own: it may not know what torch's has set
