@@ -9,8 +9,10 @@ if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
 from spmd_serve.kernels.activation import gated_activation
-from spmd_serve.kernels.decode_attention import DecodeWorkspace, decode_attention, decode_attention_torch
+from spmd_serve.kernels.decode_attention import DecodeWorkspace, decode_attention_torch
 from spmd_serve.kernels.filters import Filters, lowest_kept, lowest_kept_torch
+from spmd_serve.kernels.gpu import decode_attention as triton_attention
+from spmd_serve.kernels.gpu.few_rows import FewRowsConfig, few_rows_attention
 from spmd_serve.kernels.gpu.linear import MmaConfig, mma
 from spmd_serve.kernels.gpu.wide import WHOLE_ROOM, WideConfig, add_parts_, wide_linear
 from spmd_serve.kernels.gumbel import gumbel_argmax, gumbel_argmax_cpu
@@ -310,15 +312,41 @@ def test_decode_attention(fused: bool, q_heads: int, kv_heads: int, head_dim: in
             q = rand(rows, (q_heads + 2 * kv_heads) * head_dim)
         workspace = DecodeWorkspace(rows, q_heads, kv_heads, head_dim, DEVICE)
         scale = head_dim**-0.5
-        for _ in range(2):  # the second run finds the counters as the first one left them
-            got = decode_attention(
-                q, *caches, table, slots, lengths, scale=scale, window=window, softcap=softcap, rotation=rotation,
-                workspace=workspace,
-            )  # fmt: skip
         wide = [c.float() for c in copies]
-        expected = decode_attention_torch(q.float(), *wide, table, slots, lengths, scale, window, softcap, rotation)
-        assert_near(got, expected, 1e-2)
-        assert not workspace.arrived.any()
-        assert not got[lengths == 0].any()
-        for cache, copy in zip(caches, wide, strict=True):
-            assert_near(cache.nan_to_num(), copy.nan_to_num())
+        arguments = (table, slots, lengths, scale, window, softcap, rotation)
+        expected = decode_attention_torch(q.float(), *wide, *arguments)
+        # By the kernel that fits, and twice by the one for all rows: the second run finds the counters as the first one left them.
+        for config in (None, *[triton_attention.choose_config(rows, kv_heads, head_dim)] * 2):
+            mine = [c.clone() for c in copies]
+            got = triton_attention.decode_attention(q, *mine, *arguments, workspace, config)
+            assert_near(got, expected, 1e-2)
+            assert not workspace.arrived.any()
+            assert not got[lengths == 0].any()
+            for cache, copy in zip(mine, wide, strict=True):
+                assert_near(cache.nan_to_num(), copy.nan_to_num())
+
+
+@pytest.mark.parametrize("splits", [1, 2, 3, 5, 6, 8])
+@pytest.mark.parametrize("warps", [4, 8])
+@pytest.mark.parametrize(("q_heads", "kv_heads", "head_dim"), [(16, 8, 128), (40, 8, 128), (9, 3, 64), (8, 1, 128)])
+def test_every_way_to_share_few_rows_out(q_heads: int, kv_heads: int, head_dim: int, warps: int, splits: int) -> None:
+    rows = 9
+    lengths = torch.tensor([1, 0, 700, 17, 2, 16, 33, 3000, 5], device=DEVICE)
+    angles = torch.randn(4000, head_dim // 2, device=DEVICE)
+    tables = torch.stack((angles.cos(), angles.sin()), dim=1), None
+    scales = (rand(head_dim), rand(head_dim)), (None, None)
+    for page_size, window, softcap, rope_table, (q_scale, k_scale) in (
+        (16, None, None, tables[0], scales[0]), (7, 37, None, tables[0], scales[1]), (1, None, 20.0, None, scales[0]),
+    ):  # fmt: skip
+        most = -(-3000 // page_size)
+        table = torch.randperm(rows * most, device=DEVICE).int().view(rows, most)
+        caches = [rand(rows * most, page_size, kv_heads, head_dim) for _ in range(2)]
+        copies = [c.clone() for c in caches]
+        rotation = Rotation((lengths - 1).clamp(min=0), rope_table, q_scale, k_scale)
+        qkv = rand(rows, (q_heads + 2 * kv_heads) * head_dim)
+        out = rand(rows, q_heads, head_dim)
+        arguments = (table, torch.randperm(rows, device=DEVICE), lengths, head_dim**-0.5, window, softcap, rotation)
+        assert few_rows_attention(qkv, *caches, *arguments, out, FewRowsConfig(splits, warps))
+        assert_near(out, decode_attention_torch(qkv, *copies, *arguments))
+        for cache, copy in zip(caches, copies, strict=True):
+            assert_near(cache, copy)

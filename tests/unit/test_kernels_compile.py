@@ -179,7 +179,8 @@ def test_decode_attention(count: int, q_heads: int, kv_heads: int, head_dim: int
     scale = zeros(head_dim)
     rotation = Rotation(slots, torch.zeros(1024, 2, head_dim // 2), scale, scale, 1e-6)
     qkv = zeros(count, (q_heads + 2 * kv_heads) * head_dim)
-    decode_attention.decode_attention(qkv, *caches, pages, slots, slots, 0.1, None, None, rotation, workspace)
+    config = decode_attention.choose_config(count, kv_heads, head_dim)
+    decode_attention.decode_attention(qkv, *caches, pages, slots, slots, 0.1, None, None, rotation, workspace, config)
     q = zeros(count, q_heads, head_dim)
     decode_attention.decode_attention(q, *caches, pages, slots, slots, 0.1, 512, 50.0, None, workspace)
 

@@ -18,7 +18,18 @@ from spmd_serve.kernels import rows as reference
 from spmd_serve.kernels.activation import gated_activation_torch
 from spmd_serve.kernels.decode_attention import DecodeWorkspace, decode_attention_torch
 from spmd_serve.kernels.fp8 import FP8, Fp8Format, Fp8Weight, fp8_linear_torch
-from spmd_serve.kernels.gpu import activation, decode_attention, fp8, gumbel, linear, norm, rope_cache, rows, wide
+from spmd_serve.kernels.gpu import (
+    activation,
+    decode_attention,
+    few_rows,
+    fp8,
+    gumbel,
+    linear,
+    norm,
+    rope_cache,
+    rows,
+    wide,
+)
 from spmd_serve.kernels.gumbel import gumbel_argmax_cpu
 from spmd_serve.kernels.linear import Norm, linear_torch
 from spmd_serve.kernels.norm import add_rms_norm_torch_, rms_norm_torch
@@ -350,6 +361,18 @@ def test_a_wide_layer_is_shared_out_whole(gated: bool, added: bool) -> None:
     assert taken > 10
     assert linear.wide_config(16, 2048, 1024, gated=False, added=added) is None
     assert linear.wide_config(65, 2048, 1024, gated=False, added=added) is None
+
+
+def test_few_rows_run_at_once() -> None:
+    """A second wave of blocks takes as long as the first."""
+    for kv_heads in (1, 2, 3, 4, 8, 16, 32):
+        for count in range(1, few_rows.MAX_HEADS // kv_heads + 1):
+            config = few_rows.few_rows_config(count, kv_heads)
+            assert config is not None and 2 <= config.splits <= 8
+            blocks = count * kv_heads * config.splits
+            assert blocks <= (64 if config.warps == 8 else 256)
+            assert blocks >= 48 or config.splits == 8
+        assert few_rows.few_rows_config(few_rows.MAX_HEADS // kv_heads + 1, kv_heads) is None
 
 
 def test_a_layer_with_a_norm_before_it_is_wide_where_that_pays() -> None:

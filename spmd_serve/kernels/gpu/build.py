@@ -45,7 +45,7 @@ def load_library(name: str) -> ctypes.CDLL | None:
         return ctypes.CDLL(str(target))
     except (OSError, ModelError, subprocess.CalledProcessError) as error:  # ModelError: there is no home folder
         detail = getattr(error, "stderr", None) or error
-        logger.warning("no %s kernels, the matrix library does their work: %s", name, detail)
+        logger.warning("no %s kernels, slower ones do their work: %s", name, detail)
         return None
 
 

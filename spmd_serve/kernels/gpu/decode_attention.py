@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from spmd_serve.kernels.decode_attention import DecodeWorkspace
+from spmd_serve.kernels.gpu.few_rows import few_rows_attention, few_rows_config
 from spmd_serve.kernels.gpu.launch import launch_options, wait_for_inputs
 from spmd_serve.kernels.rope_cache import Rotation
 
@@ -72,6 +73,11 @@ def decode_attention(
         out = torch.empty((rows, q_heads, head_dim), dtype=q.dtype, device=q.device)
     if rows == 0:
         return out
+    if config is None and rotation is not None:
+        few = few_rows_config(rows, kv_heads)
+        arguments = q, k_cache, v_cache, page_table, slots, lengths, scale, window, softcap, rotation, out
+        if few is not None and few_rows_attention(*arguments, few):
+            return out
     if config is None:
         config = choose_config(rows, kv_heads, head_dim)
     turn = rotation or Rotation(lengths, None)  # without one nothing of it is read
