@@ -16,6 +16,7 @@ NOT_A_TOKEN = 2**31 - 1  # what a row draws whose logits are not all numbers: so
 MAX_TEMPERATURE = 100
 MAX_PENALTY = 2  # presence and frequency, in either direction
 MAX_REPETITION_PENALTY = 100
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: by 1e-40 they would be infinite
 MAX_BIAS = 100  # in either direction
 MAX_SEED = 2**63 - 1
 
@@ -116,8 +117,8 @@ class SamplingParams:
             "presence_penalty": (abs(self.presence_penalty) <= MAX_PENALTY, penalties),
             "frequency_penalty": (abs(self.frequency_penalty) <= MAX_PENALTY, penalties),
             "repetition_penalty": (
-                0 < self.repetition_penalty <= MAX_REPETITION_PENALTY,
-                f"above 0 and at most {MAX_REPETITION_PENALTY}",
+                MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+                f"from {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
             ),
             "logprobs": (_is_count(self.logprobs), "an integer, 0 or more"),
             "prompt_logprobs": (_is_count(self.prompt_logprobs), "an integer, 0 or more"),

@@ -411,6 +411,7 @@ COMMON = [
     ("presence_penalty", {"presence_penalty": 2.5}),
     ("frequency_penalty", {"frequency_penalty": -3}),
     ("repetition_penalty", {"repetition_penalty": 0}),
+    ("repetition_penalty", {"repetition_penalty": 1e-40}),
     ("min_tokens", {"min_tokens": 11, "max_tokens": 10}),
     ("min_tokens", {"min_tokens": -1}),
     ("logit_bias", {"logit_bias": {"x": 1}}),

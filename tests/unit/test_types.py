@@ -27,6 +27,7 @@ from spmd_serve.types import SamplingParams
         ("presence_penalty", 3.0),
         ("frequency_penalty", -2.5),
         ("repetition_penalty", 0.0),
+        ("repetition_penalty", 1e-40),
         ("logprobs", -1),
         ("logprobs", True),
         ("prompt_logprobs", -1),
