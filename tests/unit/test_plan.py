@@ -562,6 +562,12 @@ def test_what_is_not_json_or_not_an_object(planner: Planner, data: bytes) -> Non
         assert caught.value.status == 400
 
 
+def test_a_byte_order_mark_before_the_body_is_passed_over(planner: Planner) -> None:
+    assert list(planner.completion(b'\xef\xbb\xbf{"prompt": [5]}').prompts[0].ids) == [5]
+    with pytest.raises(RequestError):
+        planner.completion(b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": [5]}')
+
+
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "-NaN", "1e999", "True", "None", "undefined", "08", ".5", "+1", "'x'", ""]
 )
