@@ -43,8 +43,8 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_count(value: int | None) -> bool:
-    return value is None or (_is_int(value) and value >= 0)
+def _is_count(value: int | None, most: int) -> bool:
+    return value is None or (_is_int(value) and 0 <= value <= most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +102,7 @@ class SamplingParams:
     def problem(self, vocab_size: int) -> str:
         """What is wrong with the values, with the field's name; empty if nothing is. frontend/schemas.py says the same of HTTP."""
         ids, any_id = range(vocab_size), f"ids from 0 to {vocab_size - 1}"
+        top = f"an integer from 0 to {vocab_size}"
         penalties = f"from -{MAX_PENALTY} to {MAX_PENALTY}"
         bounds = {
             "max_tokens": (_is_int(self.max_tokens) and self.max_tokens >= 0, "an integer, 0 or more"),
@@ -120,8 +121,8 @@ class SamplingParams:
                 MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
                 f"from {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
             ),
-            "logprobs": (_is_count(self.logprobs), "an integer, 0 or more"),
-            "prompt_logprobs": (_is_count(self.prompt_logprobs), "an integer, 0 or more"),
+            "logprobs": (_is_count(self.logprobs, vocab_size), top),
+            "prompt_logprobs": (_is_count(self.prompt_logprobs, vocab_size), top),
             "grammar": (self.grammar is None or isinstance(self.grammar, str), "a text"),
             "stop_token_ids": (all(_is_int(i) and i in ids for i in self.stop_token_ids), any_id),
             "logit_bias": (
