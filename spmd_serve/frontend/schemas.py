@@ -194,7 +194,7 @@ _TEXT_ONLY = "this server reads and writes text only"
 
 
 class ToolCallFunction(Body):
-    """A call that the assistant made: `arguments` is JSON in a string; an empty one is no arguments."""
+    """A call that the assistant made: `arguments` is JSON in a string; an empty one and null are no arguments."""
 
     repeating_fields = frozenset({"parsed_arguments"})  # OpenAI's clients
 

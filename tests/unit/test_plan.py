@@ -341,9 +341,10 @@ def test_messages_as_templates_want_them() -> None:
     planner = make_planner(template="{{ messages | tojson }}")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
     bare = {"id": "2", "type": "function", "function": {"name": "g", "arguments": ""}}
+    null = {"id": "3", "type": "function", "function": {"name": "g", "arguments": "null"}}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call, bare]},
+        {"role": "assistant", "content": None, "tool_calls": [call, bare, null]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
         {"role": "user", "content": "thanks", "name": "Ann"},
     ]
@@ -353,7 +354,7 @@ def test_messages_as_templates_want_them() -> None:
     expected_bare = {"id": "2", "type": "function", "function": {"name": "g", "arguments": {}}}
     assert json.loads(text) == [
         {"role": "system", "content": "a\nb"},
-        {"role": "assistant", "content": "", "tool_calls": [expected_call, expected_bare]},
+        {"role": "assistant", "content": "", "tool_calls": [expected_call, expected_bare, expected_bare | {"id": "3"}]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
         {"role": "user", "content": "thanks", "name": "Ann"},
     ]
