@@ -330,6 +330,13 @@ def test_frontend_and_ranks_read_one_tokenizer(tmp_path: Path) -> None:
     assert torch.nonzero(state.allowed(range(VOCAB + 2), torch.device("cpu"))).flatten().tolist() == [49152]
 
 
+def test_a_process_that_ends_at_once_waits_for_the_tokenizer() -> None:
+    """Its thread calls into the interpreter; a script that was over before ended with a segmentation fault now and then."""
+    CompiledGrammars(model_folder(), VOCAB + 7, (EOS,))
+    making = [thread for thread in threading.enumerate() if thread.name == "grammar-tokenizer"]
+    assert making and not any(thread.daemon for thread in making)
+
+
 def test_a_grammar_is_compiled_once_and_few_are_kept() -> None:
     compiled = CompiledGrammars(model_folder(), VOCAB, (EOS,))
     first = compiled.compile("start: /a0/")
