@@ -177,7 +177,8 @@ def _begin_tokenizer(folder: Path, vocab_size: int, eos_token_ids: tuple[int, ..
         except Exception as error:
             future.set_exception(ModelError(f"structured output does not work with this tokenizer: {_said(error)}"))
 
-    threading.Thread(target=make, name="grammar-tokenizer", daemon=True).start()
+    # No daemon: Python waits for it before it ends, where llguidance would call into what is gone (a segmentation fault).
+    threading.Thread(target=make, name="grammar-tokenizer").start()
     return future
 
 

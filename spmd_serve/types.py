@@ -16,6 +16,7 @@ NOT_A_TOKEN = 2**31 - 1  # what a row draws whose logits are not all numbers: so
 MAX_TEMPERATURE = 100
 MAX_PENALTY = 2  # presence and frequency, in either direction
 MAX_REPETITION_PENALTY = 100
+MIN_REPETITION_PENALTY = 0.01  # logits are divided by it: by 1e-40 they would be infinite
 MAX_BIAS = 100  # in either direction
 MAX_SEED = 2**63 - 1
 
@@ -42,8 +43,8 @@ def _is_int(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def _is_count(value: int | None) -> bool:
-    return value is None or (_is_int(value) and value >= 0)
+def _is_count(value: int | None, most: int) -> bool:
+    return value is None or (_is_int(value) and 0 <= value <= most)
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,6 +102,7 @@ class SamplingParams:
     def problem(self, vocab_size: int) -> str:
         """What is wrong with the values, with the field's name; empty if nothing is. frontend/schemas.py says the same of HTTP."""
         ids, any_id = range(vocab_size), f"ids from 0 to {vocab_size - 1}"
+        top = f"an integer from 0 to {vocab_size}"
         penalties = f"from -{MAX_PENALTY} to {MAX_PENALTY}"
         bounds = {
             "max_tokens": (_is_int(self.max_tokens) and self.max_tokens >= 0, "an integer, 0 or more"),
@@ -116,11 +118,11 @@ class SamplingParams:
             "presence_penalty": (abs(self.presence_penalty) <= MAX_PENALTY, penalties),
             "frequency_penalty": (abs(self.frequency_penalty) <= MAX_PENALTY, penalties),
             "repetition_penalty": (
-                0 < self.repetition_penalty <= MAX_REPETITION_PENALTY,
-                f"above 0 and at most {MAX_REPETITION_PENALTY}",
+                MIN_REPETITION_PENALTY <= self.repetition_penalty <= MAX_REPETITION_PENALTY,
+                f"from {MIN_REPETITION_PENALTY} to {MAX_REPETITION_PENALTY}",
             ),
-            "logprobs": (_is_count(self.logprobs), "an integer, 0 or more"),
-            "prompt_logprobs": (_is_count(self.prompt_logprobs), "an integer, 0 or more"),
+            "logprobs": (_is_count(self.logprobs, vocab_size), top),
+            "prompt_logprobs": (_is_count(self.prompt_logprobs, vocab_size), top),
             "grammar": (self.grammar is None or isinstance(self.grammar, str), "a text"),
             "stop_token_ids": (all(_is_int(i) and i in ids for i in self.stop_token_ids), any_id),
             "logit_bias": (

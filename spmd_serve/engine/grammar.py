@@ -87,4 +87,6 @@ class GrammarState:
 
 def _brief(error: str) -> str:
     """The first line of llguidance's message; the others show the grammar."""
+    if "NoExtension" in error:  # its name for a text that nothing may follow, though it is not complete
+        return "it allows no text after this one"
     return error.splitlines()[0][:300]

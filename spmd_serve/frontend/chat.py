@@ -170,6 +170,8 @@ def template_message(message: Message, index: int) -> dict[str, Any]:
                     "arguments of a tool call must be JSON",
                     param=f"messages[{index}].tool_calls[{number}].function.arguments",
                 ) from None
+            if arguments is None:  # as some models write that there are none; templates go through the names in it
+                arguments = {}
             function = {"name": call.function.name, "arguments": arguments}
             calls.append({"id": call.id, "type": "function", "function": function})
         result["tool_calls"] = calls

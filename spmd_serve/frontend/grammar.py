@@ -247,11 +247,13 @@ def _check_embedded_numbers(source: str) -> None:
 
 
 _NAMED = ("properties", "patternProperties", "$defs", "definitions")  # keywords with schemas under names
+# Formats that any text has: what pydantic and OpenAPI say of a string's use, not of its characters.
+_ANY_TEXT = ("binary", "password", "path", "file-path", "directory-path")
 _PARTS = ("items", "prefixItems", "additionalItems", "additionalProperties", "anyOf", "oneOf", "allOf")
 
 
 def _mended(schema: Any) -> Any:
-    """The same schema without what llguidance refuses although it asks for nothing: uniqueItems false, the minimum of int64."""
+    """The same schema without what llguidance refuses although it asks for nothing, and with minima that it can have."""
     if isinstance(schema, list):
         return [_mended(part) for part in schema]
     if not isinstance(schema, dict):
@@ -264,10 +266,19 @@ def _mended(schema: Any) -> Any:
             value = _mended(value)
         elif key in ("minimum", "exclusiveMinimum") and type(value) is int and -(2**63) <= value < LEAST_INTEGER:
             value = LEAST_INTEGER
-        elif key == "uniqueItems" and value is False:
+        elif _asks_for_nothing(key, value):
             continue
         made[key] = value
     return made
+
+
+def _asks_for_nothing(key: str, value: Any) -> bool:
+    """Keywords that generators of schemas write down although everything satisfies them; zod says that names are strings."""
+    if key == "uniqueItems":
+        return value is False
+    if key == "propertyNames":
+        return value is True or value in ({}, {"type": "string"})
+    return key == "format" and value in _ANY_TEXT
 
 
 def _check_multiples(grammar: str) -> None:

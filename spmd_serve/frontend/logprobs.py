@@ -95,8 +95,10 @@ def _completion_lists(
     def tops(name: str, logprobs: TokenLogprobs | None) -> dict[str, float] | None:
         if logprobs is None:
             return None
-        best = {tokenizer.token_name(i): value for i, value in _best(logprobs, top)}
-        best.setdefault(name, _clip(logprobs.logprob))
+        best: dict[str, float] = {}
+        for i, value in _best(logprobs, top):
+            best.setdefault(tokenizer.token_name(i), value)  # of several tokens with one text the likeliest
+        best[name] = _clip(logprobs.logprob)
         return best
 
     names = [tokenizer.token_name(token) for token, _ in items]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import re
 from typing import Any, TypeVar
 
@@ -31,7 +32,7 @@ def parse_body(data: bytes, schema: type[BodyType]) -> BodyType:
     if _brackets(data) > MAX_CONTAINERS and _containers(data) > MAX_CONTAINERS:
         raise RequestError(f"the body has more than {MAX_CONTAINERS} lists and objects")
     try:
-        value = orjson.loads(data)
+        value = orjson.loads(data.removeprefix(codecs.BOM_UTF8))  # some editors and .NET's writers put it there
     except orjson.JSONDecodeError as error:
         field = _KEY_BEFORE.search(error.doc[max(0, error.pos - 300) : error.pos])
         name = _printable(field[1]) if field else None

@@ -101,6 +101,7 @@ class Planner:
         self._capacity = config.scheduler.max_queue + config.scheduler.max_num_seqs
         self._default_timeout = config.scheduler.request_timeout
         self._info = info
+        self._max_logprobs = min(self._server.max_logprobs, info.vocab_size)  # there are no more
         self._tokenizer = tokenizer
         self._template = template
         self._grammars = grammars
@@ -112,7 +113,7 @@ class Planner:
         body = parse_body(data, CompletionBody)
         self.check_model(body.model)
         self._check_bound("n", body.n, self._server.max_n)
-        self._check_bound("logprobs", body.logprobs, self._server.max_logprobs)
+        self._check_bound("logprobs", body.logprobs, self._max_logprobs)
         echo = bool(body.echo)
         best_of = body.best_of or body.n or 1
         self._check_bound("best_of", best_of, self._server.max_n)
@@ -140,7 +141,7 @@ class Planner:
         body = parse_body(data, ChatBody)
         self.check_model(body.model)
         self._check_bound("n", body.n, self._server.max_n)
-        self._check_bound("top_logprobs", body.top_logprobs, self._server.max_logprobs)
+        self._check_bound("top_logprobs", body.top_logprobs, self._max_logprobs)
         if body.top_logprobs and not body.logprobs:
             raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
         if None not in (body.max_tokens, body.max_completion_tokens) and body.max_tokens != body.max_completion_tokens:
@@ -290,7 +291,7 @@ class Planner:
     def _params(
         self, body: Generate, *, logprobs: int | None, prompt_logprobs: int | None, max_tokens: int
     ) -> SamplingParams:
-        self._check_bound("prompt_logprobs", body.prompt_logprobs, self._server.max_logprobs)
+        self._check_bound("prompt_logprobs", body.prompt_logprobs, self._max_logprobs)
         if (body.min_tokens or 0) > max_tokens:
             raise RequestError(
                 f"min_tokens ({body.min_tokens}) is larger than max_tokens ({max_tokens})", param="min_tokens"

@@ -20,15 +20,11 @@ from spmd_serve.frontend.streaming import EventStream
 from spmd_serve.frontend.tokenizer import TextTokenizer
 
 CONNECTION = "spmd_serve.connection"  # in scope["extensions"]: the HTTP server's generation.Connection
-_EVENT_STREAM_START = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/event-stream; charset=utf-8"),
-        (b"cache-control", b"no-cache"),
-        (b"x-accel-buffering", b"no"),
-    ],
-}
+_EVENT_STREAM_HEADERS = (
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+)
 
 
 class JsonResponse(Response):
@@ -130,7 +126,9 @@ class GenerationResponse(Response):
             if data:
                 generation.sending_since = time.monotonic()
                 if not started:
-                    await send(_EVENT_STREAM_START)
+                    # A list of its own, because CORS adds to it.
+                    head = {"type": "http.response.start", "status": 200, "headers": list(_EVENT_STREAM_HEADERS)}
+                    await send(head)
                     started = True
                 await send({"type": "http.response.body", "body": data, "more_body": not over})
                 generation.sending_since = None

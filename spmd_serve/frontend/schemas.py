@@ -15,7 +15,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationIn
 from pydantic_core import PydanticCustomError
 
 from spmd_serve.frontend.values import MAX_TOKEN_ID, LogitBias, Prompt, Stop, TokenId, wrong
-from spmd_serve.types import MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TEMPERATURE
+from spmd_serve.types import MAX_PENALTY, MAX_REPETITION_PENALTY, MAX_SEED, MAX_TEMPERATURE, MIN_REPETITION_PENALTY
 
 MAX_STOP_TOKENS = 256
 EXTENSION: dict[str, Any] = {"x-extension": True}
@@ -158,7 +158,7 @@ class Generate(Body):
 
     top_k: int | None = _extension(ge=-1, le=MAX_TOKEN_ID)
     min_p: float | None = _extension(ge=0, le=1)
-    repetition_penalty: float | None = _extension(gt=0, le=MAX_REPETITION_PENALTY)
+    repetition_penalty: float | None = _extension(ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     min_tokens: int | None = _extension(ge=0)
     stop_token_ids: list[TokenId] | None = _extension(max_length=MAX_STOP_TOKENS)
     ignore_eos: bool | None = _extension()
@@ -194,7 +194,7 @@ _TEXT_ONLY = "this server reads and writes text only"
 
 
 class ToolCallFunction(Body):
-    """A call that the assistant made: `arguments` is JSON in a string; an empty one is no arguments."""
+    """A call that the assistant made: `arguments` is JSON in a string; an empty one and null are no arguments."""
 
     repeating_fields = frozenset({"parsed_arguments"})  # OpenAI's clients
 

@@ -341,9 +341,10 @@ def test_messages_as_templates_want_them() -> None:
     planner = make_planner(template="{{ messages | tojson }}")
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"x": [1]}'}}
     bare = {"id": "2", "type": "function", "function": {"name": "g", "arguments": ""}}
+    null = {"id": "3", "type": "function", "function": {"name": "g", "arguments": "null"}}
     messages = [
         {"role": "developer", "content": [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]},
-        {"role": "assistant", "content": None, "tool_calls": [call, bare]},
+        {"role": "assistant", "content": None, "tool_calls": [call, bare, null]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
         {"role": "user", "content": "thanks", "name": "Ann"},
     ]
@@ -353,7 +354,7 @@ def test_messages_as_templates_want_them() -> None:
     expected_bare = {"id": "2", "type": "function", "function": {"name": "g", "arguments": {}}}
     assert json.loads(text) == [
         {"role": "system", "content": "a\nb"},
-        {"role": "assistant", "content": "", "tool_calls": [expected_call, expected_bare]},
+        {"role": "assistant", "content": "", "tool_calls": [expected_call, expected_bare, expected_bare | {"id": "3"}]},
         {"role": "tool", "content": "42", "tool_call_id": "1"},
         {"role": "user", "content": "thanks", "name": "Ann"},
     ]
@@ -411,6 +412,7 @@ COMMON = [
     ("presence_penalty", {"presence_penalty": 2.5}),
     ("frequency_penalty", {"frequency_penalty": -3}),
     ("repetition_penalty", {"repetition_penalty": 0}),
+    ("repetition_penalty", {"repetition_penalty": 1e-40}),
     ("min_tokens", {"min_tokens": 11, "max_tokens": 10}),
     ("min_tokens", {"min_tokens": -1}),
     ("logit_bias", {"logit_bias": {"x": 1}}),
@@ -561,6 +563,12 @@ def test_what_is_not_json_or_not_an_object(planner: Planner, data: bytes) -> Non
         assert caught.value.status == 400
 
 
+def test_a_byte_order_mark_before_the_body_is_passed_over(planner: Planner) -> None:
+    assert list(planner.completion(b'\xef\xbb\xbf{"prompt": [5]}').prompts[0].ids) == [5]
+    with pytest.raises(RequestError):
+        planner.completion(b'\xef\xbb\xbf\xef\xbb\xbf{"prompt": [5]}')
+
+
 @pytest.mark.parametrize(
     "value", ["NaN", "Infinity", "-Infinity", "-NaN", "1e999", "True", "None", "undefined", "08", ".5", "+1", "'x'", ""]
 )
@@ -597,6 +605,11 @@ def test_limits_are_options() -> None:
     completion(planner, logprobs=2, n=3)
     completion(planner, prompt=["a"] * 4)
     refused(completion, planner, "logprobs", {"logprobs": 3})
+    all_of_them = make_planner(Config(server=ServerOptions(max_logprobs=2 * VOCAB)))
+    completion(all_of_them, logprobs=VOCAB, max_tokens=1)
+    refused(completion, all_of_them, "logprobs", {"logprobs": VOCAB + 1, "max_tokens": 1})
+    refused(completion, all_of_them, "prompt_logprobs", {"prompt_logprobs": VOCAB + 1, "max_tokens": 1})
+    refused(chat, all_of_them, "top_logprobs", {"logprobs": True, "top_logprobs": VOCAB + 1, "max_tokens": 1})
     refused(completion, planner, "best_of", {"best_of": 4})
     refused(chat, planner, "n", {"n": 4})
     refused(completion, planner, "prompt", {"prompt": ["a"] * 5})

@@ -97,6 +97,18 @@ def test_piled_up_logprobs_are_taken_piece_by_piece(chat: bool) -> None:
     assert not generation.ready and not any(choice.queued for choice in generation.choices)
 
 
+@pytest.mark.parametrize(("token", "own"), [(2, -0.5), (3, -1.0), (4, -9.0), (5, -9.0)])
+def test_tokens_of_one_text(monkeypatch: pytest.MonkeyPatch, token: int, own: float) -> None:
+    """As <0x41> and A are; /v1/completions has one entry for them: the drawn one's, else the likeliest's."""
+    monkeypatch.setattr(bundled_tokenizer(), "token_name", lambda i: "A" if i in (2, 3, 4) else str(i))
+    generation, stream = make(logprobs=2)
+    generation.choices[0].logprobs.append((token, TokenLogprobs(own, 1, [2, 3], [-0.5, -1.0])))
+    give(generation, 0, "A", FinishReason.LENGTH)
+    logprobs = events(stream.take())[0]["choices"][0]["logprobs"]
+    assert logprobs["token_logprobs"] == [own]
+    assert logprobs["top_logprobs"] == [{"A": own} if token < 5 else {"A": -0.5, "5": own}]
+
+
 def test_an_error_ends_piled_up_logprobs() -> None:
     generation, stream = make(logprobs=0)
     choice = generation.choices[0]
