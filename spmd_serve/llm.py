@@ -100,11 +100,11 @@ class _OfflineLink(GivenLink):
 
 
 @contextlib.contextmanager
-def _torch_as_in_the_server() -> Iterator[None]:
-    """What the program has set for its own tensors (default dtype and device, autocast) changes none of ours, and stays."""
+def _torch_as_in_the_server(threads: int) -> Iterator[None]:
+    """What the program has set for itself (threads, default dtype and device, autocast) changes nothing of ours, and stays."""
     import torch
 
-    dtype = torch.get_default_dtype()
+    dtype, others = torch.get_default_dtype(), torch.get_num_threads()
     with contextlib.ExitStack() as stack:
         if torch.get_default_device().type != "cpu":  # asked first: within it each call takes longer
             stack.enter_context(torch.device("cpu"))
@@ -112,9 +112,11 @@ def _torch_as_in_the_server() -> Iterator[None]:
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))
         torch.set_default_dtype(torch.float32)
+        torch.set_num_threads(threads)
         try:
             yield
         finally:
+            torch.set_num_threads(others)
             torch.set_default_dtype(dtype)
 
 
@@ -133,7 +135,9 @@ class LLM:
             config = _share_config(board, arguments)
             join_group(self._ranks, board.store, config.control.control_timeout)
             joined = True
-            self._assembly, self._tokenizer = _build(board, config)
+            self._threads = config.engine.threads or threads_per_rank(self._ranks)
+            with _torch_as_in_the_server(self._threads):
+                self._assembly, self._tokenizer = _build(board, config)
         except BaseException as exc:
             reason = _tell_others(board, exc)
             if joined:
@@ -195,11 +199,11 @@ class LLM:
         if not self._busy.acquire(blocking=False):  # nor in turns: the ranks' threads need not come in the same order
             raise RuntimeError("another generate() of this LLM runs; give all prompts to one call, or wait for it")
         try:
-            return self._generate(prompts, params, on_tokens)
+            with _torch_as_in_the_server(self._threads):
+                return self._generate(prompts, params, on_tokens)
         finally:
             self._busy.release()
 
-    @_torch_as_in_the_server()
     def _generate(
         self,
         prompts: Sequence[str | Sequence[int]],
@@ -327,14 +331,10 @@ def _share_config(board: Board, arguments: Sequence[str]) -> Config:
     return options
 
 
-@_torch_as_in_the_server()
 def _build(board: Board, config: Config) -> tuple[Assembly, TextTokenizer | None]:
     """What an LLM is made of, when all ranks have it. A config alone serves random weights and token ids, without a tokenizer."""
-    import torch
-
     # A queue limit protects a server from its clients; here everything that is given is wanted.
     config = replace(config, scheduler=replace(config.scheduler, max_queue=sys.maxsize))
-    torch.set_num_threads(config.engine.threads or threads_per_rank(board.ranks))
     plan = make_agreed_plan(config, board)
     assembly = assemble(plan, board.ranks, meet=lambda: board.gather("loaded", True))
     tokenizer = None

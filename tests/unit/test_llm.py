@@ -266,6 +266,22 @@ def test_what_a_program_sets_for_its_own_tensors_changes_no_answer(tmp_path: Pat
         assert before == (torch.get_default_dtype(), torch.get_default_device(), torch.is_autocast_enabled("cpu"))
 
 
+def test_a_programs_threads_are_its_own(tmp_path: Path) -> None:
+    save_model(tmp_path)
+    before = torch.get_num_threads()
+    torch.set_num_threads(3)
+    seen = []
+    try:
+        llm = LLM("--model", str(tmp_path), *OPTIONS, "--threads", "1")
+        assert torch.get_num_threads() == 3
+        llm.generate(["t5"], GREEDY, on_tokens=lambda count: seen.append(torch.get_num_threads()))
+        assert torch.get_num_threads() == 3
+        llm.close()
+    finally:
+        torch.set_num_threads(before)
+    assert set(seen) == {1}
+
+
 FORKED = """
 import multiprocessing, sys
 from spmd_serve.llm import LLM
