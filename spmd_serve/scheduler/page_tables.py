@@ -24,6 +24,10 @@ class PageTables:
         """Tokens that the pool holds."""
         return self.pool.num_pages * self.page_size
 
+    def pages_of(self, sequence: Sequence) -> int:
+        """Pages that all known tokens of a sequence take."""
+        return -(-len(sequence.tokens) // self.page_size)
+
     def take_writes(self) -> list[tuple[int, int, list[int]]]:
         """(slot, first page index, pages) for the engine's tables, since the last call, in order."""
         writes, self._writes = self._writes, []
@@ -46,7 +50,7 @@ class PageTables:
         found: list[int] = []
         if sequence.use_cache:  # at least one token is computed, or there would be no logits to sample from
             found = self.cache.match(sequence.tokens, (known - 1) // self.page_size, sequence.salt)
-        missing = -(-known // self.page_size) - len(found)
+        missing = self.pages_of(sequence) - len(found)
         if available - pool.count_cached(found) < missing + headroom:
             sequence.blocked_at = (available, self.cache.version)
             return False

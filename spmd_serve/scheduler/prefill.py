@@ -14,7 +14,7 @@ def deal_prefill(
     share: float,
     prefilling: list[Sequence],
     waiting: WaitingQueue,
-    admit: Callable[[Sequence], bool],
+    admit: Callable[[Sequence, Sequence | None], bool],
 ) -> list[tuple[Sequence, int]]:
     """Deal `budget` tokens to prompts, admitting those that wait while there are tokens, rows and pages.
 
@@ -24,24 +24,29 @@ def deal_prefill(
 
     Args:
         prefilling: sequences that have a row and whose prompts are not planned to the end.
-        admit: moves a sequence from `waiting` to a row; False if it must go on waiting, and then all others do.
+        admit: moves a sequence from `waiting` to a row; False if it must go on waiting. Then those behind it may pass, the
+            shortest first, until one of them must wait as well: the second argument is the one that they pass.
 
     Returns:
         Sequences and their numbers of tokens, each at least 1; a sequence occurs once.
     """
     parts: list[tuple[Sequence, int]] = []
     rows = prefilling[:]
-    may_admit = True
+    held_up: Sequence | None = None
     left = max(1, int(share * budget)) if budget else 0
     reserve = budget - left
     cut = 0
     for in_order in (True, False):
         rows.sort(key=attrgetter("order" if in_order else "left_order"), reverse=True)  # the next one is the last
+        may_admit = True
         while left > 0:
-            head = (waiting.first if in_order else waiting.shortest) if may_admit else None
+            head = None
+            if may_admit:
+                head = waiting.first if in_order else waiting.shortest(but=held_up)
             if head is not None and not (rows and _goes_first(rows[-1], head, in_order)):
-                may_admit = admit(head)
+                may_admit = admit(head, held_up)
                 if not may_admit:
+                    held_up = held_up or head
                     continue
                 sequence = head
             elif rows:

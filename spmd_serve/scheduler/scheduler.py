@@ -208,7 +208,7 @@ class Scheduler:
                 self._prefill_share,
                 self._prefilling,
                 self._waiting,
-                lambda sequence: may_admit and self._admit(sequence, new_rows),
+                lambda sequence, held_up: may_admit and self._admit(sequence, held_up, new_rows),
             )
         if not decodes and not parts:
             assert not new_rows
@@ -271,8 +271,13 @@ class Scheduler:
         self._tables.grow(sequence)
         return True
 
-    def _admit(self, sequence: Sequence, new_rows: list[NewRow]) -> bool:
-        """Give a waiting sequence a row and the pages of all its known tokens; False if it must go on waiting."""
+    def _admit(self, sequence: Sequence, held_up: Sequence | None, new_rows: list[NewRow]) -> bool:
+        """Give a waiting sequence a row and the pages of all its known tokens; False if it must go on waiting.
+
+        held_up: the first in the queue, if it has found no room in this step: whoever passes it must not delay it.
+        """
+        if held_up is not None and not self._may_pass(sequence, held_up):
+            return False
         if len(sequence.tokens) > sequence.switch_at:
             sequence.become_long()
         # Every running sequence may grow by a page before the newcomer has to give way again.
@@ -289,6 +294,13 @@ class Scheduler:
             sequence.cached_tokens = sequence.planned
         new_rows.append(sequence.new_row())
         return True
+
+    def _may_pass(self, sequence: Sequence, held_up: Sequence) -> bool:
+        """Whether `held_up` fits beside `sequence` and all that run behind it, once those before it have ended."""
+        behind = self._running[bisect_left(self._running, held_up) :]
+        pages = sum(len(other.pages) for other in behind)
+        pages += self._tables.pages_of(sequence) + self._tables.pages_of(held_up)
+        return pages + len(behind) + 1 <= self._tables.pool.num_pages  # each may grow by one meanwhile
 
     def _plan_chunk(self, sequence: Sequence, size: int) -> PrefillChunk:
         start, end = sequence.planned, sequence.planned + size
@@ -382,7 +394,7 @@ class Scheduler:
     def _preempt(self, sequence: Sequence) -> None:
         """Back to the queue. A token in flight still counts; the KV is computed again, as far as it is not cached."""
         self._leave(sequence)
-        sequence.status = SequenceStatus.WAITING
+        sequence.requeue()
         self._waiting.add(sequence)
         self._preempted_total += 1
 

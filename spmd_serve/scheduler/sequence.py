@@ -31,7 +31,7 @@ class Sequence:
         use_cache: whether it takes pages from the prefix cache and leaves its own there.
         synchronous: its next step must wait for the commit of the last one (a grammar advances on the CPU).
         tokens: prompt and all committed output, int32.
-        size_order: (priority, prompt length, arrival number); lower passes others in the queue.
+        size_order: (priority, tokens when it came into the queue, arrival number); lower passes others there.
         slot, pages: its row and page table while it runs.
         planned: leading positions whose KV is computed or on its way.
         bound: decoding goes on without a thought while planned < bound.
@@ -82,6 +82,11 @@ class Sequence:
         self.num_prompt = len(self.tokens)
         self.size_order = (self.order[0], self.num_prompt, self.order[1])
         self.min_length = self.num_prompt + self.params.min_tokens
+
+    def requeue(self) -> None:
+        """It waits again, and all that it has said is to be computed anew."""
+        self.status = SequenceStatus.WAITING
+        self.size_order = (self.order[0], len(self.tokens), self.order[1])
 
     def become_long(self) -> None:
         """Take the rotary frequencies of sequences with more than `switch_at` tokens. Before it gets a row: K and V differ."""

@@ -28,10 +28,12 @@ class WaitingQueue:
         """The first in order of service: see Sequence.order."""
         return self._by_order[0] if self._by_order else None
 
-    @property
-    def shortest(self) -> Sequence | None:
-        """The one with the shortest prompt (of the best priority): see Sequence.size_order."""
-        return self._by_size[0][1] if self._by_size else None
+    def shortest(self, but: Sequence | None = None) -> Sequence | None:
+        """The one with the shortest prompt (of the best priority): see Sequence.size_order. `but`: not this one."""
+        for _, sequence in self._by_size[:2]:
+            if sequence is not but:
+                return sequence
+        return None
 
     def add(self, sequence: Sequence) -> None:
         insort(self._by_order, sequence)

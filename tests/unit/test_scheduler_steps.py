@@ -73,6 +73,42 @@ def test_short_prompts_are_never_cut_for_fairness() -> None:
 
 
 @BOTH
+def test_small_requests_pass_one_that_waits_for_pages(overlap: bool) -> None:
+    """Without delaying it: it gets its pages when those that run before it have ended, however many come after it."""
+    loop = ToyLoop(overlap=overlap, num_pages=40, max_batch_tokens=64, max_num_seqs=16)
+    rng = random.Random(5)
+    loop.step([loop.request(0, random_prompt(rng, 80, 80), 40, ignore_eos=True)])
+    loop.step([loop.request(1, random_prompt(rng, 90, 90), 4, ignore_eos=True)])
+    assert loop.scheduler.stats().waiting == 1, "the second one fits beside the first: the test shows nothing"
+    uid = 2
+    while 0 not in loop.ended:
+        loop.step([loop.request(uid, random_prompt(rng, 6, 6), 4, ignore_eos=True)])
+        uid += 1
+    end = loop.step_number
+    assert sum(done >= 2 for done in loop.ended) > 25
+    while 1 not in loop.first_step:
+        loop.step([loop.request(uid, random_prompt(rng, 6, 6), 4, ignore_eos=True)])
+        uid += 1
+    assert loop.first_step[1] <= end + 3
+    loop.run()
+    loop.check_texts()
+
+
+def test_one_that_gave_way_does_not_hold_up_small_ones() -> None:
+    """Two that each want most of the pool: the newer one waits with all that it has said, which is no short prompt any more."""
+    loop = ToyLoop(num_pages=40, max_batch_tokens=64, max_num_seqs=16)
+    loop.step([loop.request(uid, [3 + uid, 4], 140, ignore_eos=True) for uid in range(3)])
+    while loop.scheduler.stats().preempted_total < 2:
+        loop.step()
+    loop.step([loop.request(3, [9, 9, 9], 2, ignore_eos=True)])
+    for _ in range(6):
+        loop.step()
+    assert 3 in loop.ended and not loop.ended.keys() & {0, 1, 2}
+    loop.run()
+    loop.check_texts()
+
+
+@BOTH
 def test_decodes_go_on_beside_prefill(overlap: bool) -> None:
     """A decode produces one token in every step, whatever is prefilled beside it."""
     loop = ToyLoop(overlap=overlap, num_pages=300, max_batch_tokens=8, max_model_len=500)
