@@ -101,7 +101,7 @@ def _model_config(architecture: str, raw: Raw, generation: Raw, of_tokenizer: in
     }
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-    if raw.get("use_bidirectional_attention"):
+    if raw.get("use_bidirectional_attention") or not raw.get("is_causal", True):  # the latter in files of any family
         raise UnsupportedModelError("attention in both directions (an embedding model) is not supported")
     quantization = raw.get("quantization_config") or raw.get("compression_config")
     fp8_checkpoint(quantization)  # refuses what is not known

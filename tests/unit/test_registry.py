@@ -304,6 +304,7 @@ def test_generation_defaults_are_what_a_request_could_ask_for(tmp_path: Path) ->
         ({"hidden_act": "relu2"}, "activation relu2; supported are silu"),
         ({"layer_types": ["linear_attention"] * 8}, "linear_attention"),
         ({"use_bidirectional_attention": True}, "both directions"),
+        ({"architectures": ["Qwen2ForCausalLM"], "is_causal": False}, "both directions"),
         (
             {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}},
             "text model of type ministral3; supported is mistral",
