@@ -44,7 +44,12 @@ def write_gguf(
     values = {"block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": FFN}
     values |= {"attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM}
     for key, value in (values | (metadata or {})).items():
-        kinds_of_values = {float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        kinds_of_values = {
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+            bool: writer.add_bool,
+        }
         kinds_of_values.get(type(value), writer.add_uint32)(f"{arch}.{key}", value)
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32(f"{arch}.rope.freq_base", 500.0)
@@ -203,8 +208,16 @@ def test_metadata_in_other_forms(tmp_path: Path) -> None:
     yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_beta_fast": 8.0}
     params = converted(**yarn).ropes[0].params
     assert (params["factor"], params["beta_fast"], params["beta_slow"]) == (2.0, 8.0, None)
+    assert params["attention_factor"] is None  # then it follows from the factor
+    assert converted(**yarn, **{"rope.scaling.yarn_attn_factor": 1.5}).ropes[0].params["attention_factor"] == 1.5
     with pytest.raises(UnsupportedModelError, match="OLMo 3"):
         converted("olmo2", **{"attention.sliding_window": 32})
+    with pytest.raises(UnsupportedModelError, match="both directions"):
+        converted("qwen2", **{"attention.causal": False})
+    assert converted("qwen2", **{"attention.causal": True, "rope.dimension_count": HEAD_DIM}).head_dim == HEAD_DIM
+    with pytest.raises(UnsupportedModelError, match=r"rotates 32 of a head's 64 dimensions.* for qwen2"):
+        converted("qwen2", **{"rope.dimension_count": 32})
+    assert converted("phi3", **{"rope.dimension_count": 48, "attention.sliding_window": 0}).ropes[0].rotary_dim == 48
 
 
 def test_llama_3_frequencies_are_kept(tmp_path: Path) -> None:
