@@ -98,15 +98,17 @@ def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
             "attention_factor": file.get("rope.scaling.attn_factor", 1.0),
             "original_max_position_embeddings": original,
         }
-    old_factor = file.get("rope.scale_linear", 1.0)  # how the first files said it
-    kind = file.get("rope.scaling.type", "none" if old_factor == 1.0 else "linear")
-    if kind == "none":
+    factor = (
+        file.get("rope.scaling.factor", file.get("rope.scale_linear")) or 1.0
+    )  # the first files' name; 0 is none too
+    kind = file.get("rope.scaling.type", "linear")
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return {}
     if kind not in ("linear", "yarn"):
         raise UnsupportedModelError(f"the GGUF file scales its rotary embedding by '{kind}', which is not supported")
     # GGUF states the context after scaling, config.json the one before it.
     config["max_position_embeddings"] = original
-    scaling = {"rope_type": kind, "factor": file.get("rope.scaling.factor", old_factor)}
+    scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = original
         scaling |= {f"beta_{end}": file.get(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow")}

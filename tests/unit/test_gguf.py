@@ -191,7 +191,7 @@ def test_gemma_1(tmp_path: Path) -> None:
 
 
 def test_metadata_in_other_forms(tmp_path: Path) -> None:
-    """Equal sizes listed by layer; biases of the MLP; an early name of linear scaling; yarn's ramp."""
+    """Equal sizes listed by layer; biases of the MLP; linear scaling without its name; yarn's ramp; what is refused."""
 
     def converted(arch: str = "llama", extra: dict[str, np.ndarray] | None = None, **metadata: Any) -> ModelConfig:
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf"
@@ -203,8 +203,11 @@ def test_metadata_in_other_forms(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="layers of different sizes"):
         converted(feed_forward_length=[FFN, 2 * FFN])
     assert converted(extra={"blk.0.ffn_down.bias": np.zeros(HIDDEN, np.float32)}).mlp_bias
-    rope = converted(**{"rope.scale_linear": 4.0}).ropes[0]
-    assert (rope.kind, rope.params["factor"]) == ("linear", 4.0)
+    for name in ("rope.scale_linear", "rope.scaling.factor"):
+        rope = converted(**{name: 4.0}).ropes[0]
+        assert (rope.kind, rope.params["factor"]) == ("linear", 4.0)
+    assert converted(**{"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}).ropes[0].kind == "default"
+    assert converted(**{"rope.scaling.type": "none", "rope.scaling.factor": 4.0}).ropes[0].kind == "default"
     yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_beta_fast": 8.0}
     params = converted(**yarn).ropes[0].params
     assert (params["factor"], params["beta_fast"], params["beta_slow"]) == (2.0, 8.0, None)
