@@ -260,7 +260,7 @@ def _rope(params: dict[str, Any], raw: Raw, head_dim: int, partial: bool) -> Rop
 
 def _context_length(raw: Raw, ropes: Mapping[str, RopeConfig]) -> int:
     """Positions that the model is made for; for these kinds max_position_embeddings is the length before scaling."""
-    length: int = raw.get("max_position_embeddings", 2048)
+    length: int = raw["max_position_embeddings"]
     rope = ropes["full_attention"]
     if rope.kind in ("yarn", "dynamic"):
         return int((rope.original_max_position or length) * rope.params.get("factor", 1.0))

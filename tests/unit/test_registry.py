@@ -215,6 +215,8 @@ SAID: list[tuple[str, dict[str, Any]]] = [
     ("Phi3ForCausalLM", {"rope_scaling": _LONG | {"type": "yarn"}, "max_position_embeddings": 8192}),
     ("Phi3ForCausalLM", {"rope_scaling": _LONG | {"type": "longrope"}, "original_max_position_embeddings": 32}),
     ("Olmo2ForCausalLM", {"attention_bias": True}),
+    ("Olmo2ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    ("LlamaForCausalLM", {"rope_scaling": _LLAMA_3}),
     ("GemmaForCausalLM", {"attention_bias": True, "hidden_act": "gelu", "hidden_activation": None}),
 ]
 
