@@ -112,7 +112,9 @@ def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = original
         scaling |= {f"beta_{end}": file.get(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow")}
-        scaling["attention_factor"] = file.get("rope.scaling.yarn_attn_factor")  # config.json's, as converters copy it
+        if (copied := file.get("rope.scaling.yarn_attn_factor")) is not None:
+            # Which of config.json's fields converters copied there is not said: the one is 1 or more, the other takes back.
+            scaling["attention_factor" if copied >= 1 else "attn_factor"] = copied
     return scaling
 
 

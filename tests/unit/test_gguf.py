@@ -211,8 +211,9 @@ def test_metadata_in_other_forms(tmp_path: Path) -> None:
     yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_beta_fast": 8.0}
     params = converted(**yarn).ropes[0].params
     assert (params["factor"], params["beta_fast"], params["beta_slow"]) == (2.0, 8.0, None)
-    assert params["attention_factor"] is None  # then it follows from the factor
-    assert converted(**yarn, **{"rope.scaling.yarn_attn_factor": 1.5}).ropes[0].params["attention_factor"] == 1.5
+    assert not {"attention_factor", "attn_factor"} & params.keys()  # then it follows from the factor
+    for factor, name in ((1.0, "attention_factor"), (1.5, "attention_factor"), (0.5, "attn_factor")):
+        assert converted(**yarn, **{"rope.scaling.yarn_attn_factor": factor}).ropes[0].params[name] == factor
     with pytest.raises(UnsupportedModelError, match="OLMo 3"):
         converted("olmo2", **{"attention.sliding_window": 32})
     with pytest.raises(UnsupportedModelError, match="both directions"):

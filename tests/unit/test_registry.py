@@ -90,6 +90,19 @@ def test_context_of_scaled_models(tmp_path: Path) -> None:
     assert model.ropes[0].original_max_position == 1024
 
 
+def test_how_much_yarn_scales_attention(tmp_path: Path) -> None:
+    """What DeepSeek-R1-0528-Qwen3-8B says, attn_factor, is a factor on what follows from the scaling; attention_factor is the whole."""
+
+    def factor(**said: Any) -> float:
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, **said}
+        model = load(tmp_path, rope_scaling=scaling)
+        return float(rope_table(model.ropes[0], model.head_dim, 1, 0, torch.device("cpu"))[0, 0, 0])
+
+    assert factor() == factor(attn_factor=None) == pytest.approx(1.1386294)
+    assert factor(attn_factor=0.8782488562869419) == pytest.approx(1.0)
+    assert factor(attention_factor=1.5) == factor(attention_factor=1.5, attn_factor=0.5) == 1.5
+
+
 @pytest.mark.parametrize(
     ("architecture", "field", "value"),
     [
