@@ -83,27 +83,33 @@ class Sampler:
     def _thresholds(self, scaled: Tensor, asked: _Asked, count: int) -> tuple[Tensor, bool]:
         """Each row's lowest kept value of `scaled` [rows, shard], from the `count` best of every rank.
 
+        Shares are taken relative to the best value: at low temperatures values are so large that the logarithm of a sum of
+        them has few digits left for the shares.
+
         Returns the thresholds [rows] and whether `count` candidates were enough to know them.
         """
         rows, shard = scaled.shape
         best = scaled.new_full((rows, count + 1), float("-inf"))
         if shard:
             best[:, : min(count, shard)] = scaled.topk(min(count, shard), dim=-1).values
-            best[:, count] = scaled.logsumexp(dim=-1)
+            own_best = best[:, :1].clamp(min=torch.finfo(torch.float32).min)  # all may be filtered
+            best[:, count] = (scaled - own_best).logsumexp(dim=-1)
         gathered = self._comm.all_gather(best)
         candidates = gathered[..., :count]
         ordered = candidates.transpose(0, 1).reshape(rows, -1).sort(dim=-1, descending=True).values
         width = ordered.shape[1]
+        relative = ordered - ordered[:, :1]
         kept = asked.top_k.clamp(max=width)
         # CUDA's scan of a single row adds in an order that depends on timing: ranks could disagree about what is enough, and
         # one of them would gather alone. Of two rows it is the same order every time.
-        up_to = (ordered if rows > 1 else ordered.expand(2, -1)).logcumsumexp(dim=-1)[:rows]
+        up_to = (relative if rows > 1 else relative.expand(2, -1)).logcumsumexp(dim=-1)[:rows]
         # top-p is a share of what top-k keeps, or of everything.
-        total = gathered[..., count].logsumexp(dim=0)
+        total = (gathered[..., count] + (candidates[..., 0] - ordered[:, 0])).logsumexp(dim=0)
         mass = torch.where(asked.has_top_k, up_to.gather(1, kept[:, None] - 1)[:, 0], total)
         before = (up_to - mass[:, None]).exp().roll(1, dims=-1)  # probability of all better ones
         before[:, 0] = 0
-        in_nucleus = (before < asked.top_p[:, None]).sum(dim=-1).clamp(min=1)
+        # Where top-p is off, rounding must not cut what is left of the tail.
+        in_nucleus = ((before < asked.top_p[:, None]) | (asked.top_p >= 1)[:, None]).sum(dim=-1).clamp(min=1)
         kept = torch.minimum(kept, in_nucleus)
         thresholds = ordered.gather(1, kept[:, None] - 1)[:, 0]
         open_ended = ~asked.has_top_k & (asked.top_p >= 1)

@@ -119,6 +119,8 @@ def _yarn(rope: RopeConfig, plain: Tensor, dim: int) -> tuple[Tensor, float]:
             attention_factor = mscale(factor, p["mscale"]) / mscale(factor, p["mscale_all_dim"])
         else:
             attention_factor = mscale(factor)
+        # vLLM reads it and transformers does not: DeepSeek-R1-0528-Qwen3-8B undoes the factor above by it.
+        attention_factor *= p.get("attn_factor") or 1.0
     return plain / factor * (1 - keep) + plain * keep, float(attention_factor)
 
 

@@ -1,4 +1,4 @@
-"""What config.json means where it is silent: the defaults of transformers' config classes, where they are not Llama's.
+"""What config.json means where it is silent: the defaults of transformers' config classes, where registry.py has no other.
 
 Files leave out what equals them: tools that save only differences, and the text model inside a multimodal file, whose
 sizes are therefore here as well.
@@ -25,6 +25,7 @@ _GEMMA_2: dict[str, Any] = _GEMMA | {"query_pre_attn_scalar": 256, "sliding_wind
 
 # Architecture -> fields of config.json.
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "LlamaForCausalLM": {"max_position_embeddings": 2048},
     "MistralForCausalLM": {
         "vocab_size": 32000,
         "hidden_size": 4096,
@@ -72,5 +73,5 @@ DEFAULTS: dict[str, dict[str, Any]] = {
         "use_sliding_window": False,
         "tie_word_embeddings": True,
     },
-    "Olmo2ForCausalLM": {"rms_norm_eps": 1e-5},
+    "Olmo2ForCausalLM": {"max_position_embeddings": 2048, "rms_norm_eps": 1e-5},
 }

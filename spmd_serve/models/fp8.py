@@ -46,12 +46,22 @@ def fp8_checkpoint(quantization: Mapping[str, Any] | None) -> Fp8Checkpoint | No
     if method == "compressed-tensors" and quantization.get("format") in ("float-quantized", "naive-quantized"):
         weights = [group.get("weights") or {} for group in quantization.get("config_groups", {}).values()]
         if weights and all(w.get("type") == "float" and w.get("num_bits") == 8 for w in weights):
+            if _transforms_activations(quantization.get("transform_config") or {}):
+                raise UnsupportedModelError(
+                    "the checkpoint's quantization_config transforms activations (transform_config), which is not supported"
+                )
             return Fp8Checkpoint(_block(weights[0].get("block_structure")))
     details = [str(quantization[key]) for key in ("format", "quant_algo", "bits") if quantization.get(key)]
     raise UnsupportedModelError(
         f"the checkpoint is quantised by {' '.join([str(method), *details])}; supported are fp8, compressed-tensors "
         "float-quantized with 8 bits, and modelopt's FP8"
     )
+
+
+def _transforms_activations(config: Mapping[str, Any]) -> bool:
+    """Whether something is to be multiplied by rotations beside the weights, which have theirs inside."""
+    applied = [part for group in config.get("config_groups", {}).values() for part in group.get("apply", [])]
+    return any(part["location"] not in ("weight_input", "weight_output") for part in applied)
 
 
 def _block(given: Any) -> tuple[int, int] | None:

@@ -34,7 +34,7 @@ from spmd_serve.user_cache import cache_root
 logger = logging.getLogger(__name__)
 
 _SIZES = "sizes.json"  # of the other files in a converted copy
-CONVERSION_VERSION = 4  # raise it whenever a conversion would come out differently
+CONVERSION_VERSION = 5  # raise it whenever a conversion would come out differently
 _SHARD_BYTES = 4 * 2**30
 # Quantised weights are exact in float32 alone. A model above this size is computed in 16 bits anyway, and its copy
 # would fill the disk.

@@ -10,6 +10,7 @@ from typing import Any
 from gguf import TokenType
 
 from spmd_serve.errors import UnsupportedModelError, WeightsError
+from spmd_serve.models.families import FAMILIES
 from spmd_serve.models.gguf_file import GgufFile
 
 # Tokens that end a turn, by which chat models are stopped although the file names only one EOS.
@@ -43,6 +44,14 @@ def _config(file: GgufFile) -> dict[str, Any]:
             raise WeightsError(f"the GGUF file is damaged ({name} is {count}); fetch it again")
     if "token_embd.weight" not in file.tensors:
         raise UnsupportedModelError("the GGUF file has no token embeddings (a vocabulary or adapter alone?)")
+    if not file.get("attention.causal", True):
+        raise UnsupportedModelError("attention in both directions (an embedding model) is not supported")
+    head_dim = file.get("attention.key_length", hidden // heads)
+    rotary = file.get("rope.dimension_count", head_dim)
+    if rotary != head_dim and not FAMILIES[file.architecture.hf_class].get("partial_rotary"):
+        raise UnsupportedModelError(
+            f"the GGUF file rotates {rotary} of a head's {head_dim} dimensions, which is not supported for {file.name}"
+        )
     config: dict[str, Any] = {
         "architectures": [file.architecture.hf_class],
         "model_type": file.architecture.model_type,
@@ -52,7 +61,7 @@ def _config(file: GgufFile) -> dict[str, Any]:
         "num_hidden_layers": blocks,
         "num_attention_heads": heads,
         "num_key_value_heads": kv_heads,
-        "head_dim": file.get("attention.key_length", hidden // heads),
+        "head_dim": head_dim,
         "max_position_embeddings": file.require("context_length"),
         "rms_norm_eps": file.require("attention.layer_norm_rms_epsilon"),
         "rope_theta": file.get("rope.freq_base", 10000.0),
@@ -89,18 +98,23 @@ def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
             "attention_factor": file.get("rope.scaling.attn_factor", 1.0),
             "original_max_position_embeddings": original,
         }
-    old_factor = file.get("rope.scale_linear", 1.0)  # how the first files said it
-    kind = file.get("rope.scaling.type", "none" if old_factor == 1.0 else "linear")
-    if kind == "none":
+    factor = (
+        file.get("rope.scaling.factor", file.get("rope.scale_linear")) or 1.0
+    )  # the first files' name; 0 is none too
+    kind = file.get("rope.scaling.type", "linear")
+    if kind == "none" or (kind == "linear" and factor == 1.0):
         return {}
     if kind not in ("linear", "yarn"):
         raise UnsupportedModelError(f"the GGUF file scales its rotary embedding by '{kind}', which is not supported")
     # GGUF states the context after scaling, config.json the one before it.
     config["max_position_embeddings"] = original
-    scaling = {"rope_type": kind, "factor": file.get("rope.scaling.factor", old_factor)}
+    scaling = {"rope_type": kind, "factor": factor}
     if kind == "yarn":
         scaling["original_max_position_embeddings"] = original
         scaling |= {f"beta_{end}": file.get(f"rope.scaling.yarn_beta_{end}") for end in ("fast", "slow")}
+        if (copied := file.get("rope.scaling.yarn_attn_factor")) is not None:
+            # Which of config.json's fields converters copied there is not said: the one is 1 or more, the other takes back.
+            scaling["attention_factor" if copied >= 1 else "attn_factor"] = copied
     return scaling
 
 

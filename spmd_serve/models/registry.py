@@ -101,7 +101,7 @@ def _model_config(architecture: str, raw: Raw, generation: Raw, of_tokenizer: in
     }
     heads = raw["num_attention_heads"]
     head_dim = raw.get("head_dim") or raw["hidden_size"] // heads
-    if raw.get("use_bidirectional_attention"):
+    if raw.get("use_bidirectional_attention") or not raw.get("is_causal", True):  # the latter in files of any family
         raise UnsupportedModelError("attention in both directions (an embedding model) is not supported")
     quantization = raw.get("quantization_config") or raw.get("compression_config")
     fp8_checkpoint(quantization)  # refuses what is not known
@@ -260,7 +260,7 @@ def _rope(params: dict[str, Any], raw: Raw, head_dim: int, partial: bool) -> Rop
 
 def _context_length(raw: Raw, ropes: Mapping[str, RopeConfig]) -> int:
     """Positions that the model is made for; for these kinds max_position_embeddings is the length before scaling."""
-    length: int = raw.get("max_position_embeddings", 2048)
+    length: int = raw["max_position_embeddings"]
     rope = ropes["full_attention"]
     if rope.kind in ("yarn", "dynamic"):
         return int((rope.original_max_position or length) * rope.params.get("factor", 1.0))

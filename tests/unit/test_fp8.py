@@ -176,6 +176,21 @@ def test_what_config_json_says() -> None:
     assert fp8_format(plain, requested=False, gpu=True) is None
 
 
+def test_rotations_of_activations_are_refused() -> None:
+    """Those of weights are inside them."""
+
+    def rotated(*locations: str) -> dict[str, Any]:
+        apply = [{"targets": ["Linear"], "location": location} for location in locations]
+        return compressed("channel") | {
+            "transform_config": {"config_groups": {"R1": {"type": "hadamard", "apply": apply}}}
+        }
+
+    for inside in (compressed("channel") | {"transform_config": {}}, rotated("weight_input", "weight_output")):
+        assert fp8_checkpoint(inside) is not None
+    with pytest.raises(UnsupportedModelError, match="transforms activations"):
+        fp8_checkpoint(rotated("weight_input", "input"))
+
+
 def families_config() -> ModelConfig:
     return ModelConfig("LlamaForCausalLM", 8, 8, 0, 2, 2, 4, 8, 8, ())
 

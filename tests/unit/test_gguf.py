@@ -44,7 +44,12 @@ def write_gguf(
     values = {"block_count": LAYERS, "context_length": 128, "embedding_length": HIDDEN, "feed_forward_length": FFN}
     values |= {"attention.head_count": HEADS, "attention.head_count_kv": KV_HEADS, "attention.key_length": HEAD_DIM}
     for key, value in (values | (metadata or {})).items():
-        kinds_of_values = {float: writer.add_float32, str: writer.add_string, list: writer.add_array}
+        kinds_of_values = {
+            float: writer.add_float32,
+            str: writer.add_string,
+            list: writer.add_array,
+            bool: writer.add_bool,
+        }
         kinds_of_values.get(type(value), writer.add_uint32)(f"{arch}.{key}", value)
     writer.add_float32(f"{arch}.attention.layer_norm_rms_epsilon", 1e-6)
     writer.add_float32(f"{arch}.rope.freq_base", 500.0)
@@ -186,7 +191,7 @@ def test_gemma_1(tmp_path: Path) -> None:
 
 
 def test_metadata_in_other_forms(tmp_path: Path) -> None:
-    """Equal sizes listed by layer; biases of the MLP; an early name of linear scaling; yarn's ramp."""
+    """Equal sizes listed by layer; biases of the MLP; linear scaling without its name; yarn's ramp; what is refused."""
 
     def converted(arch: str = "llama", extra: dict[str, np.ndarray] | None = None, **metadata: Any) -> ModelConfig:
         path = tmp_path / f"{len(list(tmp_path.iterdir()))}.gguf"
@@ -198,13 +203,25 @@ def test_metadata_in_other_forms(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedModelError, match="layers of different sizes"):
         converted(feed_forward_length=[FFN, 2 * FFN])
     assert converted(extra={"blk.0.ffn_down.bias": np.zeros(HIDDEN, np.float32)}).mlp_bias
-    rope = converted(**{"rope.scale_linear": 4.0}).ropes[0]
-    assert (rope.kind, rope.params["factor"]) == ("linear", 4.0)
+    for name in ("rope.scale_linear", "rope.scaling.factor"):
+        rope = converted(**{name: 4.0}).ropes[0]
+        assert (rope.kind, rope.params["factor"]) == ("linear", 4.0)
+    assert converted(**{"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}).ropes[0].kind == "default"
+    assert converted(**{"rope.scaling.type": "none", "rope.scaling.factor": 4.0}).ropes[0].kind == "default"
     yarn = {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0, "rope.scaling.yarn_beta_fast": 8.0}
     params = converted(**yarn).ropes[0].params
     assert (params["factor"], params["beta_fast"], params["beta_slow"]) == (2.0, 8.0, None)
+    assert not {"attention_factor", "attn_factor"} & params.keys()  # then it follows from the factor
+    for factor, name in ((1.0, "attention_factor"), (1.5, "attention_factor"), (0.5, "attn_factor")):
+        assert converted(**yarn, **{"rope.scaling.yarn_attn_factor": factor}).ropes[0].params[name] == factor
     with pytest.raises(UnsupportedModelError, match="OLMo 3"):
         converted("olmo2", **{"attention.sliding_window": 32})
+    with pytest.raises(UnsupportedModelError, match="both directions"):
+        converted("qwen2", **{"attention.causal": False})
+    assert converted("qwen2", **{"attention.causal": True, "rope.dimension_count": HEAD_DIM}).head_dim == HEAD_DIM
+    with pytest.raises(UnsupportedModelError, match=r"rotates 32 of a head's 64 dimensions.* for qwen2"):
+        converted("qwen2", **{"rope.dimension_count": 32})
+    assert converted("phi3", **{"rope.dimension_count": 48, "attention.sliding_window": 0}).ropes[0].rotary_dim == 48
 
 
 def test_llama_3_frequencies_are_kept(tmp_path: Path) -> None:

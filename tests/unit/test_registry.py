@@ -90,6 +90,19 @@ def test_context_of_scaled_models(tmp_path: Path) -> None:
     assert model.ropes[0].original_max_position == 1024
 
 
+def test_how_much_yarn_scales_attention(tmp_path: Path) -> None:
+    """What DeepSeek-R1-0528-Qwen3-8B says, attn_factor, is a factor on what follows from the scaling; attention_factor is the whole."""
+
+    def factor(**said: Any) -> float:
+        scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 1024, **said}
+        model = load(tmp_path, rope_scaling=scaling)
+        return float(rope_table(model.ropes[0], model.head_dim, 1, 0, torch.device("cpu"))[0, 0, 0])
+
+    assert factor() == factor(attn_factor=None) == pytest.approx(1.1386294)
+    assert factor(attn_factor=0.8782488562869419) == pytest.approx(1.0)
+    assert factor(attention_factor=1.5) == factor(attention_factor=1.5, attn_factor=0.5) == 1.5
+
+
 @pytest.mark.parametrize(
     ("architecture", "field", "value"),
     [
@@ -215,6 +228,8 @@ SAID: list[tuple[str, dict[str, Any]]] = [
     ("Phi3ForCausalLM", {"rope_scaling": _LONG | {"type": "yarn"}, "max_position_embeddings": 8192}),
     ("Phi3ForCausalLM", {"rope_scaling": _LONG | {"type": "longrope"}, "original_max_position_embeddings": 32}),
     ("Olmo2ForCausalLM", {"attention_bias": True}),
+    ("Olmo2ForCausalLM", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
+    ("LlamaForCausalLM", {"rope_scaling": _LLAMA_3}),
     ("GemmaForCausalLM", {"attention_bias": True, "hidden_act": "gelu", "hidden_activation": None}),
 ]
 
@@ -304,6 +319,7 @@ def test_generation_defaults_are_what_a_request_could_ask_for(tmp_path: Path) ->
         ({"hidden_act": "relu2"}, "activation relu2; supported are silu"),
         ({"layer_types": ["linear_attention"] * 8}, "linear_attention"),
         ({"use_bidirectional_attention": True}, "both directions"),
+        ({"architectures": ["Qwen2ForCausalLM"], "is_causal": False}, "both directions"),
         (
             {"architectures": ["Mistral3ForConditionalGeneration"], "text_config": {"model_type": "ministral3"}},
             "text model of type ministral3; supported is mistral",

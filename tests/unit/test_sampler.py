@@ -132,6 +132,33 @@ def test_a_flat_distribution_needs_more_than_the_best_candidates(world_size: int
     assert (kept[[0, 1, 2, 4]] - top_p * 9000).abs().max() < 60
 
 
+def kept_of(comm: Communicator, logits: Tensor, params: SamplingParams) -> int:
+    """How many tokens of one row, [vocabulary], may be drawn."""
+    shard = split_evenly(len(logits), comm.world_size)[comm.rank]
+    own = logits[None, shard.start : shard.stop].clone()
+    Sampler(comm, shard, len(logits)).filter_(own, tables([params]), torch.arange(1))
+    return int(comm.all_reduce((own > NEG_INF).sum()))
+
+
+@WORLDS
+def test_top_k_alone_keeps_what_is_hardly_likely(world_size: int) -> None:
+    """All that comes after the best is less than rounding beside it, and top-p is off."""
+    logits = torch.linspace(10, 0, 200)
+    logits[150] = 50.0
+    assert on_ranks(world_size, lambda comm: kept_of(comm, logits, SamplingParams(8, top_k=20))) == [20] * world_size
+
+
+@WORLDS
+def test_a_nucleus_is_exact_at_low_temperatures(world_size: int) -> None:
+    """logits / temperature are around 15,000, where float32 has steps of a thousandth; here they are exact."""
+    logits, temperature = torch.full((200,), -50.0), 2.0**-9
+    logits[[20, 170]] = torch.tensor([30.0, 30.0 - 434 * 2.0**-18])
+    share = float((logits.double() / temperature).softmax(0)[20])
+    for top_p, kept in ((share - 1e-5, 1), (share + 1e-5, 2)):
+        params = SamplingParams(8, temperature=temperature, top_p=top_p)
+        assert on_ranks(world_size, lambda comm, params=params: kept_of(comm, logits, params)) == [kept] * world_size
+
+
 @pytest.mark.parametrize("skewed", [[range(3000), range(3000, 3001)], [range(0), range(3001), range(3001, 3001)]])
 def test_lopsided_and_empty_shards(skewed: list[range]) -> None:
     """All that is likely lies on one rank, or a rank has no vocabulary at all."""
