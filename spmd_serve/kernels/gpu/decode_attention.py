@@ -1,4 +1,4 @@
-"""Triton twin of spmd_serve.kernels.decode_attention.
+"""Triton twin of spmd_serve.kernels.decode_attention; few rows go to few_rows.py, where that has a kernel for them.
 
 A program takes one row, one KV head with its group of query heads, and one split of the row's tokens. Inside it, each
 warp works on its own tokens (a batched dot with one batch a warp), so that no warp waits for another in the loop; their
