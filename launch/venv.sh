@@ -3,8 +3,16 @@
 # another one, else used at once.
 # Sourced by the other scripts (ensure_python); run by itself it only prepares the environment.
 
+# Where these are closed, as some supervisors start a program, what is meant for them fails, or goes into a file opened later.
+[ -e /dev/fd/0 ] || exec </dev/null
+[ -e /dev/fd/1 ] || exec >/dev/null
+[ -e /dev/fd/2 ] || exec 2>/dev/null
+
 unset CDPATH # by it cd goes elsewhere, and prints where
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# A link to the file is followed, those among its folders are not: what they lead to may have another path on another node.
+ROOT=${BASH_SOURCE[0]}
+if [ -L "$ROOT" ]; then ROOT=$(readlink -f "$ROOT"); fi
+ROOT=$(cd "$(dirname "$ROOT")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
 TORCH=${TORCH:-auto}
 MIN_TORCH=2.8 # as in pyproject.toml

@@ -238,6 +238,27 @@ def test_cdpath_does_not_lead_to_another_checkout(tmp_path: Path) -> None:
         assert done.stdout == f"{ROOT}\n"
 
 
+@pytest.mark.parametrize("script", [path for path in WITH_HELP if path.suffix == ".sh"], ids=lambda path: path.name)
+def test_a_link_to_a_script_is_as_good(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "linked").symlink_to(script)
+    env = {**os.environ, "VENV": str(tmp_path / "none"), "PYTHON": str(tmp_path / "none")}
+    done = subprocess.run([tmp_path / "linked", "--help"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_checkout_of_a_link_is_that_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "linked").symlink_to(LAUNCH / "venv.sh")
+    assert bash(f'. {tmp_path}/linked; echo "$ROOT"').stdout == f"{ROOT}\n"
+
+
+def test_standard_files_may_be_closed(tmp_path: Path) -> None:
+    """As some supervisors start a program."""
+    code = f"{LAUNCH}/venv.sh <&- 2>&-; {LAUNCH}/venv.sh <&- >&-"
+    done = subprocess.run(["bash", "-ec", code], env={**os.environ, "PYTHON": sys.executable}, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode() == f"{sys.executable}\n"
+
+
 def test_a_reader_of_the_help_may_leave() -> None:
     done = bash(f"{LAUNCH}/serve.sh --help | true", PYTHON=sys.executable)
     assert done.stderr == ""
