@@ -189,7 +189,8 @@ install_everything() { # install_everything SUM EXTRA...
     if [ "$TORCH" = cuda ]; then extras="$extras cuda"; fi
     # shellcheck disable=SC2086
     extras=$(printf '%s\n' $extras | sort -u | paste -s -d ' ' -)
-    if [ ! -x "$VENV/bin/python" ]; then
+    # Without pip: its making was broken off, or that part of Python was not installed yet.
+    if ! "$VENV/bin/python" -c 'from importlib.metadata import version; version("pip")' &>/dev/null; then
         base=$(find_base_python) || exit 1
         have=$(torch_of "$base")
         say "making $VENV with $base ($("$base" -V))${have:+, which brings torch $have}"

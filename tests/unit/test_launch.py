@@ -218,6 +218,15 @@ def test_gpus_that_are_hidden_get_no_rank(visible: str, count: int) -> None:
     assert done.stdout.split() == ["3", str(count)], done.stderr
 
 
+def test_an_environment_whose_making_was_broken_off_is_made_again(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+    code = "install_torch() { $VENV/bin/python -m pip --version; exit 7; }; torch_of() { :; }; install_everything sum"
+    done = bash(code, VENV=str(tmp_path), TORCH="cpu")
+    assert (done.returncode, done.stdout[:4]) == (7, "pip "), done.stderr
+    again = bash(code, VENV=str(tmp_path), TORCH="cpu")
+    assert "making" not in again.stderr
+
+
 def test_venv_sh_prints_the_interpreter_alone(tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
