@@ -506,6 +506,13 @@ def test_a_name_that_does_not_resolve(preflight: ModuleType, monkeypatch: pytest
         preflight.resolve("no-such-head.invalid")
 
 
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this kernel has no IPv6")
+def test_a_head_may_have_ipv6_alone(preflight: ModuleType) -> None:
+    address = preflight.resolve("::1")
+    with preflight.listen("::1", address, free_port()) as listener:
+        socket.create_connection((address, listener.getsockname()[1]), timeout=5).close()
+
+
 def test_another_program_on_the_heads_port(preflight: ModuleType) -> None:
     with socket.socket() as other:
         other.bind(("127.0.0.1", 0))
