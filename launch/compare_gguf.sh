@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Greedy text of a GGUF file, here and in transformers.
 set -euo pipefail
+self=${BASH_SOURCE[0]}
+if [ -L "$self" ]; then self=$(readlink -f "$self"); fi
 # shellcheck source=launch/venv.sh
-. "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+. "$(dirname "$self")/venv.sh"
 CACHE=${XDG_CACHE_HOME:-$HOME/.cache}/spmd_serve/compare_gguf
 
 usage() {

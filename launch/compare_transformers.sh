@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # Measure this server beside `transformers serve --continuous-batching`, in turns, on this machine's CPU.
 set -euo pipefail
+self=${BASH_SOURCE[0]}
+if [ -L "$self" ]; then self=$(readlink -f "$self"); fi
 # shellcheck source=launch/venv.sh
-. "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+. "$(dirname "$self")/venv.sh"
 PEER_VENV=${PEER_VENV:-${VENV%/}-transformers}
 
 usage() {

@@ -47,7 +47,7 @@ class Progress:
 
 
 def resolve(head: str) -> str:
-    """IPv4 address of the head as this node sees it."""
+    """Address of the head as this node sees it, of IPv4 if there is one."""
     progress = Progress(
         lambda: f"the name '{head}' to resolve",
         NAME_SECONDS,
@@ -55,7 +55,8 @@ def resolve(head: str) -> str:
     )
     while True:
         try:
-            return str(socket.getaddrinfo(head, None, socket.AF_INET, socket.SOCK_STREAM)[0][4][0])
+            found = socket.getaddrinfo(head, None, type=socket.SOCK_STREAM)
+            return str(min(found, key=lambda entry: entry[0] != socket.AF_INET)[4][0])
         except socket.gaierror:
             progress.check()
             time.sleep(0.5)
@@ -73,7 +74,8 @@ def check_interface(name: str) -> None:
 
 def listen(head: str, address: str, port: int) -> socket.socket:
     """The head's end of the hello, on all interfaces; checks that the address is this host's and that the port is free."""
-    with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as sock:
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    with socket.socket(family, socket.SOCK_STREAM) as sock:
         try:
             sock.bind((address, 0))
         except OSError:
@@ -81,7 +83,7 @@ def listen(head: str, address: str, port: int) -> socket.socket:
                 f"node rank 0 must run on the head, but {head} is {address}, which is no address of this host: "
                 "start --node-rank 0 there, or correct --head"
             ) from None
-    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind(("", port))
@@ -211,7 +213,7 @@ def wait_for_verdict(sock: socket.socket, progress: Progress) -> dict[str, objec
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="launch/preflight.py", description=__doc__)
-    parser.add_argument("--head", required=True, help="name or IPv4 address of the first node")
+    parser.add_argument("--head", required=True, help="name or address of the first node")
     parser.add_argument("--port", type=int, required=True, help="port on the head for torchrun's store")
     parser.add_argument("--nnodes", type=int, required=True, help="number of nodes")
     parser.add_argument("--node-rank", type=int, required=True, help="0 on the head")

@@ -1,10 +1,12 @@
 #!/usr/bin/env bash
 # Quick start: make the environment if it is missing, then serve a model with torchrun on this machine.
 set -euo pipefail
+self=${BASH_SOURCE[0]}
+if [ -L "$self" ]; then self=$(readlink -f "$self"); fi
 # shellcheck source=launch/venv.sh
-. "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+. "$(dirname "$self")/venv.sh"
 # shellcheck source=launch/ranks.sh
-. "$(dirname "${BASH_SOURCE[0]}")/ranks.sh"
+. "$(dirname "$self")/ranks.sh"
 
 usage() {
     cat <<'HELP'

@@ -1,8 +1,10 @@
 #!/usr/bin/env bash
 # All checks of the project: lint, format, types, tests.
 set -euo pipefail
+self=${BASH_SOURCE[0]}
+if [ -L "$self" ]; then self=$(readlink -f "$self"); fi
 # shellcheck source=launch/venv.sh
-. "$(dirname "${BASH_SOURCE[0]}")/venv.sh"
+. "$(dirname "$self")/venv.sh"
 
 case ${1:-} in
     -h | --help)

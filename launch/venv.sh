@@ -3,8 +3,16 @@
 # another one, else used at once.
 # Sourced by the other scripts (ensure_python); run by itself it only prepares the environment.
 
+# Where these are closed, as some supervisors start a program, what is meant for them fails, or goes into a file opened later.
+[ -e /dev/fd/0 ] || exec </dev/null
+[ -e /dev/fd/1 ] || exec >/dev/null
+[ -e /dev/fd/2 ] || exec 2>/dev/null
+
 unset CDPATH # by it cd goes elsewhere, and prints where
-ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+# A link to the file is followed, those among its folders are not: what they lead to may have another path on another node.
+ROOT=${BASH_SOURCE[0]}
+if [ -L "$ROOT" ]; then ROOT=$(readlink -f "$ROOT"); fi
+ROOT=$(cd "$(dirname "$ROOT")/.." && pwd)
 VENV=${VENV:-$ROOT/.venv}
 TORCH=${TORCH:-auto}
 MIN_TORCH=2.8 # as in pyproject.toml
@@ -181,7 +189,8 @@ install_everything() { # install_everything SUM EXTRA...
     if [ "$TORCH" = cuda ]; then extras="$extras cuda"; fi
     # shellcheck disable=SC2086
     extras=$(printf '%s\n' $extras | sort -u | paste -s -d ' ' -)
-    if [ ! -x "$VENV/bin/python" ]; then
+    # Without pip: its making was broken off, or that part of Python was not installed yet.
+    if ! "$VENV/bin/python" -c 'from importlib.metadata import version; version("pip")' &>/dev/null; then
         base=$(find_base_python) || exit 1
         have=$(torch_of "$base")
         say "making $VENV with $base ($("$base" -V))${have:+, which brings torch $have}"

@@ -74,17 +74,17 @@ class HostMemory:
         The memory has no name (memfd), so nothing is left behind however the ranks end.
         """
         rank, world_size = group.rank(), group.size()
-        file = -1
-        if rank == 0 and sys.platform == "linux" and platform.machine() in ("x86_64", "AMD64"):
-            file = os.memfd_create("spmd_serve")
-            os.ftruncate(file, memory_size(world_size))
+        file, memory, problem = -1, None, ""
+        try:
+            file = _open(memory_size(world_size)) if rank == 0 else -1
+        except OSError as exc:
+            problem = f"rank {rank}: {exc}"
         places: list[tuple[int, int]] = [(0, 0)] * world_size
         dist.all_gather_object(places, (os.getpid(), file), group=group)  # collective
-        memory, problem = None, ""
         try:
             memory = _map(*places[0], memory_size(world_size))
         except OSError as exc:
-            problem = f"rank {rank}: {exc}"
+            problem = problem or f"rank {rank}: {exc}"
         problems = [""] * world_size
         # Collective. A rank that cannot map it tells the others, and all go without.
         dist.all_gather_object(problems, problem, group=group)
@@ -157,10 +157,23 @@ class HostMemory:
                     raise ControlTimeoutError(f"rank {peer} did not come to a collective within {self._timeout_s:g} s")
 
 
+def _open(size: int) -> int:
+    """A new file of `size` bytes in memory. Raises OSError where there is none, or a limit is in the way (`ulimit -f`, seccomp)."""
+    if sys.platform != "linux" or platform.machine() not in ("x86_64", "AMD64"):
+        raise OSError("this is for Linux on x86-64")
+    file = os.memfd_create("spmd_serve")
+    try:
+        os.ftruncate(file, size)
+    except OSError:
+        os.close(file)
+        raise
+    return file
+
+
 def _map(pid: int, file: int, size: int) -> mmap.mmap:
     """Map the open file `file` of process `pid`."""
     if file < 0:
-        raise OSError("this is for Linux on x86-64")
+        raise OSError("rank 0 has none")
     if pid == os.getpid():
         return mmap.mmap(file, size)
     own = os.open(f"/proc/{pid}/fd/{file}", os.O_RDWR)

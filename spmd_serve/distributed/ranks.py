@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import fcntl
+import ipaddress
 import os
 import re
 import signal
@@ -11,9 +13,10 @@ import socket
 import struct
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from spmd_serve.distributed.process import usable_cores
@@ -115,57 +118,69 @@ def threads_per_rank(ranks: RankInfo) -> int:
 # ---- the network interface of gloo and NCCL ---------------------------------------------------------------------------
 
 
-def interfaces() -> dict[str, str]:
-    """Name -> IPv4 address of the interfaces that have one (Linux)."""
-    found = {}
+def interfaces() -> dict[str, list[str]]:
+    """Name -> addresses of the interfaces that have any, IPv4 first; without those that count on one link alone (Linux)."""
+    found: dict[str, list[str]] = {}
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         for _, name in socket.if_nameindex():
             siocgifaddr = 0x8915
-            try:
+            with contextlib.suppress(OSError):  # it has none
                 answer = fcntl.ioctl(probe, siocgifaddr, struct.pack("256s", name.encode()[:15]))
-            except OSError:
-                continue  # no address
-            found[name] = socket.inet_ntoa(answer[20:24])
+                found[name] = [socket.inet_ntoa(answer[20:24])]
+    with contextlib.suppress(OSError):  # this kernel has no IPv6
+        for line in Path("/proc/net/if_inet6").read_text().splitlines():
+            address, _, _, scope, _, name = line.split()
+            if scope != "20":
+                found.setdefault(name, []).append(socket.inet_ntop(socket.AF_INET6, bytes.fromhex(address)))
     return found
 
 
-def choose_interface(ranks: RankInfo, own: Mapping[str, str], towards_head: str | None) -> str | None:
+def _listed(own: Mapping[str, Sequence[str]]) -> str:
+    return ", ".join(f"{name} {' '.join(addresses)}" for name, addresses in own.items())
+
+
+def choose_interface(ranks: RankInfo, own: Mapping[str, Sequence[str]], towards_head: str | None) -> str | None:
     """The interface by which the other ranks can reach this one, or None to leave the choice to gloo.
 
     gloo takes the address that the host's own name resolves to, which is 127.0.1.1 on many machines.
 
     Args:
-        own: name -> address of this host's interfaces.
+        own: name -> addresses of this host's interfaces.
         towards_head: this host's address on the way to the head node, None when it is not known.
 
     Raises:
         ConfigError: there are several hosts and several interfaces, and none is the right one for sure.
     """
-    outside = {name: address for name, address in own.items() if not address.startswith("127.")}
+    outside = {
+        name: addresses
+        for name, addresses in own.items()
+        if not any(ipaddress.ip_address(address).is_loopback for address in addresses)
+    }
     if ranks.one_host:
         loopback = [name for name in own if name not in outside]
         return loopback[0] if loopback else None
-    for name, address in outside.items():
-        if address == towards_head:
+    for name, addresses in outside.items():
+        if towards_head in addresses:
             return name
-    if len(outside) == 1:
-        return next(iter(outside))
+    # One that has IPv6 alone is of no account where others have IPv4.
+    likely = [name for name, addresses in outside.items() if "." in addresses[0]] or list(outside)
+    if len(likely) == 1:
+        return likely[0]
     raise ConfigError(
         f"the name of host {ranks.hostname} or of the head node {ranks.store_host} resolves to a loopback address, so the "
         "other hosts cannot reach this one; set GLOO_SOCKET_IFNAME to the interface that they share (this host has "
-        + (", ".join(f"{n} {a}" for n, a in outside.items()) or "none but loopback")
+        + (_listed(outside) or "none but loopback")
         + ")"
     )
 
 
 def address_towards(host: str, port: int) -> str | None:
     """This host's own address on the route to `host`; sends nothing. None when the name or the route is unknown."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+    for family in (socket.AF_INET, socket.AF_INET6):
+        with contextlib.suppress(OSError), socket.socket(family, socket.SOCK_DGRAM) as probe:
             probe.connect((host, port))
             return str(probe.getsockname()[0])
-    except OSError:
-        return None
+    return None
 
 
 # ---- process group ------------------------------------------------------------------------------------------------
@@ -203,11 +218,10 @@ def join_group(ranks: RankInfo, store: Store | None, timeout_s: float) -> None:
             "gloo", store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timedelta(seconds=timeout_s)
         )
     except RuntimeError as exc:
-        have = ", ".join(f"{name} {address}" for name, address in interfaces().items())
         raise DistributedError(
             f"the ranks cannot connect to each other ({str(exc).splitlines()[0]}); on host {ranks.hostname} gloo used the "
             f"interface {os.environ.get('GLOO_SOCKET_IFNAME', '(by host name)')}: set GLOO_SOCKET_IFNAME to the one that the "
-            f"hosts share (this host has {have}) and check the firewall between them"
+            f"hosts share (this host has {_listed(interfaces())}) and check the firewall between them"
         ) from exc
 
 

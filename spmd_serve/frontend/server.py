@@ -226,14 +226,16 @@ class ProcessFrontend(Frontend):
 def _new_folder() -> Path:
     """A new folder that is ours alone (mode 0700), with a path that is short enough for the addresses of sockets.
 
-    Clusters give jobs a TMPDIR of a hundred characters and more.
+    Clusters give jobs a TMPDIR of a hundred characters and more. ZeroMQ wants a path as UTF-8, which other letters than ASCII's
+    are not in every locale, and counts its bytes.
     """
     longest = MAX_SOCKET_PATH - len("/spmd_serve-12345678/outbox.64")
+    usual = tempfile.gettempdir()
     try:
-        return Path(tempfile.mkdtemp("", "spmd_serve-", None if len(tempfile.gettempdir()) <= longest else "/tmp"))
+        return Path(tempfile.mkdtemp("", "spmd_serve-", usual if usual.isascii() and len(usual) <= longest else "/tmp"))
     except OSError as error:
         raise FrontendError(
-            f"there is no folder for the frontend's sockets ({error}); set TMPDIR to one of at most {longest} characters"
+            f"there is no folder for the frontend's sockets ({error}); set TMPDIR to one of at most {longest} ASCII characters"
         ) from None
 
 

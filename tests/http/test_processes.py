@@ -146,9 +146,12 @@ def test_a_stopped_child_ends_all_requests_once() -> None:
         service.close()
 
 
-def test_a_folder_for_temporary_files_with_a_long_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("name", ["x" * 100, os.fsdecode(b"\xe4")], ids=["long", "not UTF-8"])
+def test_a_folder_for_temporary_files_with_a_name_that_zeromq_cannot_use(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Clusters have them; a socket's address may be 107 bytes long."""
-    folder = tmp_path / ("x" * 100)
+    folder = tmp_path / name
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     service = start_fake(Config(server=ServerOptions(frontend="process")))

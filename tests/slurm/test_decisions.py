@@ -6,7 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
-from slurm_cluster import Cluster, Job, processes
+from slurm_cluster import Cluster, Job, processes, run
 from support.server import wait_until
 
 STAND_IN = str(Path(__file__).with_name("stand_in.py"))
@@ -62,6 +62,34 @@ def test_a_key_among_the_servers_options_counts(cluster: Cluster, server: tuple[
     job.wait_state("CANCELLED", seconds=30)
     assert "is ready: stand-in on" in job.log
     assert box["API key"].endswith(key)
+
+
+def test_what_sbatch_exports_is_for_the_script_alone(cluster: Cluster) -> None:
+    given = f"--export=PYTHON={STAND_IN},NPROC=2,SPMD_SERVE_TEST={cluster.folder}"
+    job = cluster.submit("--nodes=2", given, server=("--model", "m"))
+    job.wait_ready()
+    job.cancel()
+    job.wait_state("CANCELLED", seconds=30)
+    assert started(job) == [("0", "2", "none"), ("1", "2", "none")]
+
+
+def test_a_signal_for_the_script_alone_reaches_the_ranks(cluster: Cluster) -> None:
+    """As --signal=B:TERM@90 and scancel --batch send it."""
+    job = cluster.submit("--nodes=1", PYTHON=STAND_IN)
+    job.wait_ready()
+    run("scancel", "--batch", "--signal=TERM", job.number, env=cluster.env)
+    job.wait_state("COMPLETED", seconds=20)
+    assert "signalled; the ranks drain" in job.log
+
+
+def test_a_task_of_an_array_does_not_speak_for_the_others(cluster: Cluster) -> None:
+    """The last one to start has the array's own number."""
+    whole = cluster.submit("--nodes=1", "--array=0-1", PYTHON=STAND_IN)
+    box = whole.wait_ready()
+    whole.cancel()
+    whole.wait_state("CANCELLED", seconds=30)
+    assert box["stop"] == f"scancel {whole.number}_1"
+    assert box["log"].startswith(f"{whole.log_file} (")
 
 
 def test_a_server_that_does_not_get_ready_fails_the_job(cluster: Cluster) -> None:

@@ -3,6 +3,7 @@
 import mmap
 import os
 import random
+import resource
 import subprocess
 import sys
 import time
@@ -12,6 +13,7 @@ from typing import TypeVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from spmd_serve.distributed.host_memory import SLOT_BYTES, HostMemory, memory_size
@@ -105,6 +107,22 @@ def test_more_sizes_than_views_are_kept(monkeypatch: pytest.MonkeyPatch) -> None
         return all(bool((memory.all_reduce_(torch.ones(n)) == 2).all()) for n in [*range(10), *range(10)])
 
     assert on_ranks(2, work) == [True, True]
+
+
+def test_where_files_may_not_be_that_large_all_ranks_go_without(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def gather(gathered: list[object], own: object, group: object) -> None:
+        gathered[:] = [own]
+
+    monkeypatch.setattr(dist, "all_gather_object", gather)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, hard))
+    try:
+        assert HostMemory.create(dist.ProcessGroup(0, 1), 1.0) is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "gloo sums all tensors: no shared memory (rank 0: [Errno 27] File too large)" in caplog.text
 
 
 def test_a_rank_that_does_not_come_ends_the_wait() -> None:

@@ -218,6 +218,15 @@ def test_gpus_that_are_hidden_get_no_rank(visible: str, count: int) -> None:
     assert done.stdout.split() == ["3", str(count)], done.stderr
 
 
+def test_an_environment_whose_making_was_broken_off_is_made_again(tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path], check=True)
+    code = "install_torch() { $VENV/bin/python -m pip --version; exit 7; }; torch_of() { :; }; install_everything sum"
+    done = bash(code, VENV=str(tmp_path), TORCH="cpu")
+    assert (done.returncode, done.stdout[:4]) == (7, "pip "), done.stderr
+    again = bash(code, VENV=str(tmp_path), TORCH="cpu")
+    assert "making" not in again.stderr
+
+
 def test_venv_sh_prints_the_interpreter_alone(tmp_path: Path) -> None:
     python = tmp_path / "bin" / "python"
     python.parent.mkdir()
@@ -236,6 +245,27 @@ def test_cdpath_does_not_lead_to_another_checkout(tmp_path: Path) -> None:
         command = ["bash", "-c", ". launch/venv.sh; echo $ROOT"]
         done = subprocess.run(command, cwd=ROOT, env=os.environ | {"CDPATH": elsewhere}, capture_output=True, text=True)
         assert done.stdout == f"{ROOT}\n"
+
+
+@pytest.mark.parametrize("script", [path for path in WITH_HELP if path.suffix == ".sh"], ids=lambda path: path.name)
+def test_a_link_to_a_script_is_as_good(script: Path, tmp_path: Path) -> None:
+    (tmp_path / "linked").symlink_to(script)
+    env = {**os.environ, "VENV": str(tmp_path / "none"), "PYTHON": str(tmp_path / "none")}
+    done = subprocess.run([tmp_path / "linked", "--help"], env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_the_checkout_of_a_link_is_that_of_the_script(tmp_path: Path) -> None:
+    (tmp_path / "linked").symlink_to(LAUNCH / "venv.sh")
+    assert bash(f'. {tmp_path}/linked; echo "$ROOT"').stdout == f"{ROOT}\n"
+
+
+def test_standard_files_may_be_closed(tmp_path: Path) -> None:
+    """As some supervisors start a program."""
+    code = f"{LAUNCH}/venv.sh <&- 2>&-; {LAUNCH}/venv.sh <&- >&-"
+    done = subprocess.run(["bash", "-ec", code], env={**os.environ, "PYTHON": sys.executable}, capture_output=True)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert done.stdout.decode() == f"{sys.executable}\n"
 
 
 def test_a_reader_of_the_help_may_leave() -> None:
@@ -474,6 +504,13 @@ def test_a_name_that_does_not_resolve(preflight: ModuleType, monkeypatch: pytest
     monkeypatch.setattr(preflight, "NAME_SECONDS", 0.1)
     with pytest.raises(preflight.PreflightError, match=r"the name 'no-such-head\.invalid' to resolve: add it to DNS"):
         preflight.resolve("no-such-head.invalid")
+
+
+@pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this kernel has no IPv6")
+def test_a_head_may_have_ipv6_alone(preflight: ModuleType) -> None:
+    address = preflight.resolve("::1")
+    with preflight.listen("::1", address, free_port()) as listener:
+        socket.create_connection((address, listener.getsockname()[1]), timeout=5).close()
 
 
 def test_another_program_on_the_heads_port(preflight: ModuleType) -> None:

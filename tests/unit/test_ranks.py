@@ -83,26 +83,30 @@ TWO_HOSTS = RankInfo(0, 2, 0, 1, "a", "head", 1)
 @pytest.mark.parametrize(
     ("ranks", "own", "towards_head", "expected"),
     [
-        (ONE_HOST, {"lo": "127.0.0.1", "eth0": "10.0.0.1"}, None, "lo"),
-        (ONE_HOST, {"eth0": "10.0.0.1"}, None, None),
-        (TWO_HOSTS, {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}, "10.1.0.1", "ib0"),
-        (TWO_HOSTS, {"lo": "127.0.0.1", "eth0": "10.0.0.1"}, "127.0.0.1", "eth0"),
+        (ONE_HOST, {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}, None, "lo"),
+        (ONE_HOST, {"eth0": ["10.0.0.1"]}, None, None),
+        (TWO_HOSTS, {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "ib0": ["10.1.0.1"]}, "10.1.0.1", "ib0"),
+        (TWO_HOSTS, {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"]}, "127.0.0.1", "eth0"),
+        (TWO_HOSTS, {"lo": ["127.0.0.1", "::1"], "eth0": ["fd77::1"]}, None, "eth0"),
+        (TWO_HOSTS, {"lo": ["::1"], "eth0": ["10.0.0.1", "fd77::1"], "ib0": ["10.1.0.1"]}, "fd77::1", "eth0"),
+        (TWO_HOSTS, {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "br0": ["fd78::1"]}, "127.0.0.1", "eth0"),
+        (ONE_HOST, {"lo": ["::1"], "eth0": ["fd77::1"]}, None, "lo"),
     ],
 )
 def test_the_interface_that_others_can_reach(
-    ranks: RankInfo, own: dict[str, str], towards_head: str | None, expected: str | None
+    ranks: RankInfo, own: dict[str, list[str]], towards_head: str | None, expected: str | None
 ) -> None:
     assert choose_interface(ranks, own, towards_head) == expected
 
 
 def test_several_interfaces_and_a_loopback_name_is_an_error_that_names_the_variable() -> None:
-    own = {"lo": "127.0.0.1", "eth0": "10.0.0.1", "ib0": "10.1.0.1"}
+    own = {"lo": ["127.0.0.1"], "eth0": ["10.0.0.1"], "ib0": ["10.1.0.1"]}
     with pytest.raises(ConfigError, match=r"GLOO_SOCKET_IFNAME.*eth0 10\.0\.0\.1, ib0 10\.1\.0\.1"):
         choose_interface(TWO_HOSTS, own, "127.0.1.1")
 
 
 def test_this_machine_has_a_loopback_interface() -> None:
-    assert "127.0.0.1" in interfaces().values()
+    assert ["127.0.0.1"] in [addresses[:1] for addresses in interfaces().values()]
 
 
 # ---- signs of life
