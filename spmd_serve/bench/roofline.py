@@ -139,11 +139,8 @@ def floor_seconds(workload: Workload, model: ModelConfig, costs: Costs, device: 
 # ---- the device ---------------------------------------------------------------------------------------------------
 
 
-def measure_device(device: torch.device, dtype: torch.dtype, ranks: int) -> Device:
-    """Best bandwidth of a large copy (bytes read and written) or sum, and best rate of a large matmul.
-
-    GPUs add up over ranks; ranks on a CPU share one memory.
-    """
+def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
+    """Best bandwidth of a large copy (bytes read and written) or sum, and best rate of a large matmul."""
     kind = device.type
     size = COPY_BYTES[kind]
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
@@ -155,8 +152,7 @@ def measure_device(device: torch.device, dtype: torch.dtype, ranks: int) -> Devi
     n = MATMUL_SIZE[kind]
     a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
     flops = 2 * n**3 / _best_seconds(lambda: a @ b, device)
-    factor = ranks if kind == "cuda" else 1
-    return Device(bandwidth * factor, flops * factor)
+    return Device(bandwidth, flops)
 
 
 def _best_seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -204,12 +200,12 @@ def main(argv: list[str]) -> int:
     weight_bytes = 1 if plan.config.model.quantization == "fp8" else dtype.itemsize
     kv_bytes = 1 if plan.config.cache.kv_dtype == "fp8" else dtype.itemsize
     costs = costs_of(plan.model, weight_bytes, kv_bytes)
-    bandwidth = args.bandwidth and 1e9 * args.bandwidth * args.ranks
-    flops = args.tflops and 1e12 * args.tflops * args.ranks
+    bandwidth, flops = args.bandwidth and 1e9 * args.bandwidth, args.tflops and 1e12 * args.tflops
     if bandwidth is None or flops is None:
-        measured = measure_device(plan.device, dtype, args.ranks)
+        measured = measure_device(plan.device, dtype)
         bandwidth, flops = bandwidth or measured.bandwidth, flops or measured.flops
-    device = Device(bandwidth, flops)
+    factor = args.ranks if plan.device.type == "cuda" else 1  # GPUs add up; ranks on CPUs share one memory
+    device = Device(bandwidth * factor, flops * factor)
     if not args.json:
         print(
             f"{plan.config.model.model} in {plan.config.model.dtype}: {costs.weights_read(1) / 1e6:.1f} MB of weights a step,"

@@ -23,7 +23,7 @@ _WARM_TOKENS = 8
 def main(argv: list[str]) -> int:
     """Trace and print the table; options that are not listed are the engine's (--model, --dtype, ...)."""
     parser = argparse.ArgumentParser(
-        prog="python -m spmd_serve.bench trace", description=__doc__, epilog=ENGINE_OPTIONS
+        prog="python -m spmd_serve.bench trace", description=__doc__, epilog=ENGINE_OPTIONS, allow_abbrev=False
     )
     parser.add_argument("--batch-size", type=parse_count, default=8, help="sequences that decode together (default: 8)")
     parser.add_argument("--prompt-len", type=parse_count, default=128, help="tokens of each prompt (default: 128)")
