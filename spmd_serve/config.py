@@ -84,7 +84,8 @@ class ModelOptions:
     chat_template: str | None = option(None, "file with a Jinja chat template (default: the model's own)", parse=str)
     dtype: str = option(
         "auto",
-        "type of the weights; CPUs that cannot compute in it do so in float32",
+        "type of the weights; CPUs that cannot compute in it do so in float32. auto is the model's 16-bit type (bfloat16 if "
+        "it has none), or float32 on a CPU that is slow with it",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     load_format: str = option(
@@ -134,7 +135,11 @@ class SchedulerOptions:
     )
     max_queue: int = option(2048, "requests that may wait; beyond it a request gets 503", minimum=0)
     request_timeout: float | None = option(
-        None, "seconds after which a request ends with an error", parse=float, minimum=0.001, maximum=MAX_SECONDS
+        None,
+        "seconds after which a request ends with an error (default: none)",
+        parse=float,
+        minimum=0.001,
+        maximum=MAX_SECONDS,
     )
 
 
@@ -174,8 +179,12 @@ class ControlOptions:
 class EngineOptions:
     """engine"""
 
-    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    attention: str = option("auto", "attention backend", choices=("auto", "torch", "flashinfer"))
+    device: str = option("auto", "where to compute; auto is a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    attention: str = option(
+        "auto",
+        "attention backend; auto is flashinfer on GPUs, torch elsewhere",
+        choices=("auto", "torch", "flashinfer"),
+    )
     cuda_graphs: bool = option(True, "capture decode steps as CUDA graphs")
     overlap: bool | None = option(
         None, "prepare step k+1 while step k runs (default: on for GPUs, off for CPUs)", parse=_parse_switch

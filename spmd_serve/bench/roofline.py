@@ -30,6 +30,8 @@ from spmd_serve.bench.workloads import (
 )
 from spmd_serve.config import parse_args
 from spmd_serve.distributed.ranks import rank_info
+from spmd_serve.engine.build import pick_kv_dtype
+from spmd_serve.models.fp8 import fp8_format
 from spmd_serve.models.model_config import ModelConfig
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**32}
@@ -197,14 +199,14 @@ def main(argv: list[str]) -> int:
     args, engine_options = parser.parse_known_args(argv)
     plan = make_plan(parse_args(engine_options), rank_info(os.environ))
     dtype: torch.dtype = getattr(torch, plan.config.model.dtype)
-    weight_bytes = 1 if plan.config.model.quantization == "fp8" else dtype.itemsize
-    kv_bytes = 1 if plan.config.cache.kv_dtype == "fp8" else dtype.itemsize
-    costs = costs_of(plan.model, weight_bytes, kv_bytes)
+    requested, gpu = plan.config.model.quantization == "fp8", plan.device.type == "cuda"
+    weight_bytes = dtype.itemsize if fp8_format(plan.model, requested=requested, gpu=gpu) is None else 1
+    costs = costs_of(plan.model, weight_bytes, pick_kv_dtype(plan).itemsize)
     bandwidth, flops = args.bandwidth and 1e9 * args.bandwidth, args.tflops and 1e12 * args.tflops
     if bandwidth is None or flops is None:
         measured = measure_device(plan.device, dtype)
         bandwidth, flops = bandwidth or measured.bandwidth, flops or measured.flops
-    factor = args.ranks if plan.device.type == "cuda" else 1  # GPUs add up; ranks on CPUs share one memory
+    factor = args.ranks if gpu else 1  # GPUs add up; ranks on CPUs share one memory
     device = Device(bandwidth * factor, flops * factor)
     if not args.json:
         print(

@@ -7,11 +7,13 @@ from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+import torch
 
 from spmd_serve.bench.__main__ import benchmarks, main
 from spmd_serve.bench.offline import chosen_workload, make_parser, report_of
 from spmd_serve.bench.roofline import Device, costs_of, floor_seconds
 from spmd_serve.bench.workloads import Workload, decode, make_workload, offline_256, parse_range
+from spmd_serve.kernels.packed import activation_dtype
 from spmd_serve.llm import Generation
 from spmd_serve.models.model_config import LayerSpec, ModelConfig, MoEConfig
 
@@ -168,6 +170,13 @@ def test_ranks_on_cpus_share_one_memory(capsys: pytest.CaptureFixture[str]) -> N
         assert main(f"roofline --device cpu --bandwidth 50 --tflops 1 --json --ranks {ranks}".split()) == 0
         floors.append(capsys.readouterr().out)
     assert floors[0] == floors[1]
+
+
+def test_the_floor_counts_kv_in_the_type_that_is_computed_in(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which is float32 where a CPU has no arithmetic for the weights' 16 bits."""
+    assert main(["roofline", "--device", "cpu", "--dtype", "float16", "--bandwidth", "50", "--tflops", "1"]) == 0
+    size = activation_dtype(torch.float16, torch.device("cpu")).itemsize
+    assert f"{2 * 30 * 3 * 64 * size} bytes of KV a token" in capsys.readouterr().out
 
 
 def test_the_common_entry(capsys: pytest.CaptureFixture[str]) -> None:
