@@ -15,7 +15,7 @@ import shlex
 import socket
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
@@ -68,13 +68,29 @@ def main() -> int:
         options = _rank0_options(sys.argv[1:]) if ranks.rank == 0 else None
         if isinstance(options, _Over) and ranks.world_size == 1:
             return options.exit_code
-        return _run_rank(ranks, options, signals)
+        with _missing_packages_are_refusals():
+            return _run_rank(ranks, options, signals)
     except Stopped:
         return 0
     except SpmdServeError as exc:
         if not isinstance(exc, RankLostError):  # else the rank at fault has said it
             say_error("spmd_serve", exc)
         return REFUSED if isinstance(exc, REFUSALS) else 1
+
+
+@contextlib.contextmanager
+def _missing_packages_are_refusals() -> Iterator[None]:
+    """What is not installed is one line too, and not a traceback: mostly it is another Python than the one that was meant."""
+    try:
+        yield
+    except ModuleNotFoundError as exc:
+        package = (exc.name or "").partition(".")[0]
+        if package in ("", "spmd_serve"):
+            raise
+        raise ConfigError(
+            f"{sys.executable} has no package '{package}': start the server with the Python that has it, or run "
+            f"`{sys.executable} -m pip install .` in the checkout"
+        ) from exc
 
 
 def _rank0_options(argv: Sequence[str]) -> Config | _Over:
@@ -141,7 +157,8 @@ def _run_rank(ranks: RankInfo, options: Config | _Over | None, signals: StopSign
     try:
         signals.interrupts = True
         liveness.start()
-        _serve(board.share("config", options), ranks, board, liveness, progress, stack)
+        with _missing_packages_are_refusals():
+            _serve(board.share("config", options), ranks, board, liveness, progress, stack)
         stack.close()
         leave_group()
         return liveness.leave_together()  # still watched: a rank that does not come to its end would be waited for

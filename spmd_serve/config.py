@@ -25,10 +25,10 @@ DEFAULT_MODEL = "smollm2-135m-instruct"  # the GGUF file inside the PyPI package
 
 
 def _parse_bytes(text: str) -> int:
-    """'4GiB', '512MB', '1000000' -> bytes."""
-    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "KI": 2**10, "MI": 2**20, "GI": 2**30}
+    """'4GiB', '1.5TiB', '512MB', '1000000' -> bytes."""
+    units = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "KI": 2**10, "MI": 2**20, "GI": 2**30, "TI": 2**40}
     body = text.strip().upper().removesuffix("B")
-    number = body.rstrip("KMGI")
+    number = body.rstrip("KMGTI")
     try:
         return int(float(number) * units[body[len(number) :]])
     except (ValueError, KeyError, OverflowError):
@@ -84,7 +84,8 @@ class ModelOptions:
     chat_template: str | None = option(None, "file with a Jinja chat template (default: the model's own)", parse=str)
     dtype: str = option(
         "auto",
-        "type of the weights; CPUs that cannot compute in it do so in float32",
+        "type of the weights; CPUs that cannot compute in it do so in float32. auto is the model's 16-bit type (bfloat16 if "
+        "it has none), or float32 on a CPU that is slow with it",
         choices=("auto", "float32", "bfloat16", "float16"),
     )
     load_format: str = option(
@@ -134,7 +135,11 @@ class SchedulerOptions:
     )
     max_queue: int = option(2048, "requests that may wait; beyond it a request gets 503", minimum=0)
     request_timeout: float | None = option(
-        None, "seconds after which a request ends with an error", parse=float, minimum=0.001, maximum=MAX_SECONDS
+        None,
+        "seconds after which a request ends with an error (default: none)",
+        parse=float,
+        minimum=0.001,
+        maximum=MAX_SECONDS,
     )
 
 
@@ -174,8 +179,12 @@ class ControlOptions:
 class EngineOptions:
     """engine"""
 
-    device: str = option("auto", "where to compute", choices=("auto", "cpu", "cuda"))
-    attention: str = option("auto", "attention backend", choices=("auto", "torch", "flashinfer"))
+    device: str = option("auto", "where to compute; auto is a GPU if there is one", choices=("auto", "cpu", "cuda"))
+    attention: str = option(
+        "auto",
+        "attention backend; auto is flashinfer on GPUs, torch elsewhere",
+        choices=("auto", "torch", "flashinfer"),
+    )
     cuda_graphs: bool = option(True, "capture decode steps as CUDA graphs")
     overlap: bool | None = option(
         None, "prepare step k+1 while step k runs (default: on for GPUs, off for CPUs)", parse=_parse_switch
@@ -261,6 +270,8 @@ def _check_bounds(section: Any) -> None:
             continue
         if f.metadata["choices"] and value not in f.metadata["choices"]:
             raise ConfigError(f"{flag_name(f.name)} is '{value}'; it may be {', '.join(f.metadata['choices'])}")
+        if value == "" or (isinstance(value, tuple) and "" in value):  # a script's variable that is not set
+            raise ConfigError(f"{flag_name(f.name)} is empty; give a value, or leave the option away")
         if isinstance(value, str) and not _is_utf8(value):  # its place may be JSON, or a library of another language
             raise ConfigError(f"{flag_name(f.name)} has bytes that are not UTF-8: {value!a}")
         if not isinstance(value, (int, float)) or isinstance(value, bool):
@@ -293,8 +304,8 @@ def _check_combinations(config: Config) -> None:
             f"--host {server.host} is reachable from other machines: give --api-key (or SPMD_SERVE_API_KEY), "
             "or --no-api-key if everyone who can reach it may use it"
         )
-    if server.api_key is not None and (not server.api_key or server.api_key != server.api_key.strip()):
-        raise ConfigError("--api-key is empty, or begins or ends with white space; give another one")
+    if server.api_key is not None and server.api_key != server.api_key.strip():
+        raise ConfigError("--api-key (or SPMD_SERVE_API_KEY) begins or ends with white space; give another one")
     if server.api_key is not None and server.no_api_key:
         raise ConfigError("--no-api-key contradicts --api-key (or SPMD_SERVE_API_KEY); give one of them")
 

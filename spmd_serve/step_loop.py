@@ -139,8 +139,10 @@ class StepLoop:
             if free_steps > 0 and scheduler.has_work:
                 free_steps -= 1
                 self._progress.begin(self._step)
+                exchange_time = 0.0
             else:
                 step_input = self._receive()  # collective: all ranks, for the same steps
+                exchange_time = self._progress.exchange_s
                 scheduler.apply(step_input)
                 self._phase = step_input.phase
                 free_steps = step_input.free_steps
@@ -157,7 +159,7 @@ class StepLoop:
                 scheduler.commit(done, pending.wait())
             output = scheduler.take_output()
             if link is not None:
-                self._rank0_publish(link, output, batch, time.monotonic() - began)
+                self._rank0_publish(link, output, batch, time.monotonic() - began, exchange_time)
             if until_idle and not scheduler.has_work and self._posted is None:
                 return
 
@@ -244,14 +246,16 @@ class StepLoop:
             return ServicePhase.STOP
         return ServicePhase.DRAIN
 
-    def _rank0_publish(self, link: Link, output: StepOutput, batch: ScheduledBatch | None, took: float) -> None:
+    def _rank0_publish(
+        self, link: Link, output: StepOutput, batch: ScheduledBatch | None, took: float, exchange_time: float
+    ) -> None:
         """Hand out what the step produced, with statistics. `took`: seconds without the exchange."""
         if batch is not None and not batch.chunks:
             self._step_time = took if self._step_time == 0.0 else 0.8 * self._step_time + 0.2 * took
         output.stats = replace(
             self._scheduler.stats(),
             step_time=took if batch is not None else 0.0,
-            exchange_time=self._progress.exchange_s,
+            exchange_time=exchange_time,
             rank_exchange_times=self._exchange_times(),
         )
         link.publish(output)

@@ -320,6 +320,7 @@ class StepStats:
         pages_free, pages_cached: see scheduler/page_pool.py; the others of `pages_total` are used.
         prompt_tokens_total, cached_tokens_total: of sequences whose first token is out; those found in the prefix cache.
         step_time: without the exchange; 0 when nothing was computed.
+        exchange_time: of this step's exchange; 0 when it had none.
         rank_exchange_times: the last exchange of each rank, as its last beat told. A rank that waits long in it is early:
             the slowest rank has the shortest time.
     """

@@ -36,9 +36,11 @@ def main(argv: list[str]) -> int:
         prog="python -m spmd_serve.bench collectives",
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
     )
-    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"))
-    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"))
+    default = "(default: %(default)s)"
+    parser.add_argument("--device", default="auto", choices=("auto", "cuda", "cpu"), help=default)
+    parser.add_argument("--dtype", default="bfloat16", choices=("float32", "bfloat16", "float16"), help=default)
     parser.add_argument("--json", action="store_true", help="print one JSON line per size")
     args = parser.parse_args(argv)
     ranks = rank_info(os.environ)

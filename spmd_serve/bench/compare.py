@@ -76,10 +76,12 @@ class Figures:
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of this benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench compare", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m spmd_serve.bench compare", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--peer", required=True, help="the `transformers` command of an environment that can serve")
     parser.add_argument("--peer-args", default="", help="more options for the peer, in one string")
-    parser.add_argument("--model", default=DEFAULT_MODEL)
+    parser.add_argument("--model", default=DEFAULT_MODEL, help="what both serve (default: %(default)s)")
     parser.add_argument("--dtype", default="auto", help="compute type of both (default: what spmd_serve takes here)")
     parser.add_argument("--threads", type=parse_count, help="CPU threads of each server in all (default: all cores)")
     parser.add_argument(
@@ -87,9 +89,9 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--server-args", default="", help="more options for spmd_serve, in one string")
     parser.add_argument("--streams", type=parse_count, default=16, help="requests at once (default: 16)")
-    parser.add_argument("--prompt-tokens", type=parse_count, default=128)
-    parser.add_argument("--output-tokens", type=parse_count, default=64)
-    parser.add_argument("--rounds", type=parse_count, default=3)
+    parser.add_argument("--prompt-tokens", type=parse_count, default=128, help="of each request (default: 128)")
+    parser.add_argument("--output-tokens", type=parse_count, default=64, help="of each request (default: 64)")
+    parser.add_argument("--rounds", type=parse_count, default=3, help="loads of each server, in turns (default: 3)")
     parser.add_argument("--json", action="store_true", help="print the report as one JSON line")
     return parser
 

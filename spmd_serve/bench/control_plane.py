@@ -33,7 +33,9 @@ TURNS = 3
 
 def main(argv: Sequence[str]) -> int:
     """Run the jobs and print their tables."""
-    parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench control_plane", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m spmd_serve.bench control_plane", description=__doc__, allow_abbrev=False
+    )
     parser.add_argument(
         "--ranks", type=parse_counts, default="2,4", help="rank counts, with commas (default: %(default)s)"
     )

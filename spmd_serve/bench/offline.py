@@ -27,7 +27,7 @@ from spmd_serve.bench.workloads import (
     parse_range,
 )
 from spmd_serve.distributed.ranks import rank_info
-from spmd_serve.errors import RequestError
+from spmd_serve.errors import ConfigError, RequestError
 from spmd_serve.llm import LLM, Generation
 from spmd_serve.types import SamplingParams
 
@@ -43,7 +43,7 @@ def make_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--batch-size", type=parse_count, help="decode: so many requests of equal length at once")
     parser.add_argument("--requests", type=parse_count, help="requests of lengths from the ranges below (default: 256)")
-    lengths = "N, or LOW,HIGH for random lengths (default: 100,1024; %s with --batch-size)"
+    lengths = "N, or LOW,HIGH for random lengths (default: 100,1024); with --batch-size N (default: %s)"
     parser.add_argument("--prompt-tokens", type=parse_range, help=lengths % 128)
     parser.add_argument("--output-tokens", type=parse_range, help=lengths % 512)
     parser.add_argument("--temperature", type=float, default=0.6, help="(default: 0.6)")
@@ -56,9 +56,17 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def chosen_workload(args: argparse.Namespace) -> Workload:
-    """What the options ask for."""
+    """What the options ask for.
+
+    Raises:
+        ConfigError: --batch-size with what is for --requests.
+    """
     if args.batch_size is not None:
         prompt, output = args.prompt_tokens or (128, 128), args.output_tokens or (512, 512)
+        if args.requests is not None or prompt[0] < prompt[1] or output[0] < output[1]:
+            raise ConfigError(
+                "--batch-size is for requests of equal length at once; --requests and LOW,HIGH do without it"
+            )
         return decode(args.batch_size, prompt[0], output[0])
     if args.requests is None and args.prompt_tokens is None and args.output_tokens is None and args.seed == 0:
         return offline_256()

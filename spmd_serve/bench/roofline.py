@@ -30,6 +30,8 @@ from spmd_serve.bench.workloads import (
 )
 from spmd_serve.config import parse_args
 from spmd_serve.distributed.ranks import rank_info
+from spmd_serve.engine.build import pick_kv_dtype
+from spmd_serve.models.fp8 import fp8_format
 from spmd_serve.models.model_config import ModelConfig
 
 COPY_BYTES = {"cpu": 2**28, "cuda": 2**32}
@@ -139,11 +141,8 @@ def floor_seconds(workload: Workload, model: ModelConfig, costs: Costs, device: 
 # ---- the device ---------------------------------------------------------------------------------------------------
 
 
-def measure_device(device: torch.device, dtype: torch.dtype, ranks: int) -> Device:
-    """Best bandwidth of a large copy (bytes read and written) or sum, and best rate of a large matmul.
-
-    GPUs add up over ranks; ranks on a CPU share one memory.
-    """
+def measure_device(device: torch.device, dtype: torch.dtype) -> Device:
+    """Best bandwidth of a large copy (bytes read and written) or sum, and best rate of a large matmul."""
     kind = device.type
     size = COPY_BYTES[kind]
     source = torch.ones(size // 4, dtype=torch.float32, device=device)
@@ -155,8 +154,7 @@ def measure_device(device: torch.device, dtype: torch.dtype, ranks: int) -> Devi
     n = MATMUL_SIZE[kind]
     a, b = (torch.randn(n, n, dtype=dtype, device=device) for _ in range(2))
     flops = 2 * n**3 / _best_seconds(lambda: a @ b, device)
-    factor = ranks if kind == "cuda" else 1
-    return Device(bandwidth * factor, flops * factor)
+    return Device(bandwidth, flops)
 
 
 def _best_seconds(call: Callable[[], Any], device: torch.device) -> float:
@@ -201,15 +199,15 @@ def main(argv: list[str]) -> int:
     args, engine_options = parser.parse_known_args(argv)
     plan = make_plan(parse_args(engine_options), rank_info(os.environ))
     dtype: torch.dtype = getattr(torch, plan.config.model.dtype)
-    weight_bytes = 1 if plan.config.model.quantization == "fp8" else dtype.itemsize
-    kv_bytes = 1 if plan.config.cache.kv_dtype == "fp8" else dtype.itemsize
-    costs = costs_of(plan.model, weight_bytes, kv_bytes)
-    bandwidth = args.bandwidth and 1e9 * args.bandwidth * args.ranks
-    flops = args.tflops and 1e12 * args.tflops * args.ranks
+    requested, gpu = plan.config.model.quantization == "fp8", plan.device.type == "cuda"
+    weight_bytes = dtype.itemsize if fp8_format(plan.model, requested=requested, gpu=gpu) is None else 1
+    costs = costs_of(plan.model, weight_bytes, pick_kv_dtype(plan).itemsize)
+    bandwidth, flops = args.bandwidth and 1e9 * args.bandwidth, args.tflops and 1e12 * args.tflops
     if bandwidth is None or flops is None:
-        measured = measure_device(plan.device, dtype, args.ranks)
+        measured = measure_device(plan.device, dtype)
         bandwidth, flops = bandwidth or measured.bandwidth, flops or measured.flops
-    device = Device(bandwidth, flops)
+    factor = args.ranks if gpu else 1  # GPUs add up; ranks on CPUs share one memory
+    device = Device(bandwidth * factor, flops * factor)
     if not args.json:
         print(
             f"{plan.config.model.model} in {plan.config.model.dtype}: {costs.weights_read(1) / 1e6:.1f} MB of weights a step,"

@@ -14,6 +14,7 @@ import time
 from array import array
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from statistics import median
 
 from spmd_serve.bench.stats import quantile
@@ -145,16 +146,23 @@ def measure(sequences: int, cached_pages: int, *, steps: int, digest: str, seed:
 
 
 def make_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench scheduler", description=__doc__)
+    parser = argparse.ArgumentParser(
+        prog="python -m spmd_serve.bench scheduler", description=__doc__, allow_abbrev=False
+    )
+    default = "(default: %(default)s)"
     parser.add_argument(
-        "--sequences", type=parse_count, nargs="*", default=[16, 64, 256, 1024], help="decoding sequences"
+        "--sequences", type=parse_count, nargs="*", default=[16, 64, 256, 1024], help=f"decoding sequences {default}"
     )
     parser.add_argument(
-        "--cached-pages", type=int, nargs="*", default=[1_000, 10_000, 100_000], help="pages in the prefix cache"
+        "--cached-pages",
+        type=partial(parse_count, least=0),
+        nargs="*",
+        default=[1_000, 10_000, 100_000],
+        help=f"pages in the prefix cache, of 64 sequences {default}",
     )
-    parser.add_argument("--steps", type=parse_count, default=200, help="steps measured in each state")
-    parser.add_argument("--digest", choices=("every-step", "sampled", "off"), default="every-step")
-    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--steps", type=parse_count, default=200, help=f"steps measured in each state {default}")
+    parser.add_argument("--digest", choices=("every-step", "sampled", "off"), default="every-step", help=default)
+    parser.add_argument("--seed", type=int, default=0, help=f"of prompts and tokens {default}")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of a table")
     return parser
 

@@ -35,7 +35,7 @@ from spmd_serve.bench.client import Job
 from spmd_serve.bench.dummy_core import DummyCore
 from spmd_serve.bench.stats import Timings, percentiles_ms
 from spmd_serve.bench.torchrun import environment, torchrun
-from spmd_serve.bench.workloads import MAX_TOKEN_ID, parse_count, parse_range
+from spmd_serve.bench.workloads import MAX_TOKEN_ID, parse_count, parse_range, parse_rate
 from spmd_serve.config import Config, ModelOptions, ServerOptions
 from spmd_serve.distributed.process import children_of
 from spmd_serve.errors import REFUSED, ConfigError
@@ -43,20 +43,26 @@ from spmd_serve.frontend.server import Frontend, ProcessFrontend, start_frontend
 from spmd_serve.types import Lengths, ModelInfo, ServiceState
 
 START_TIMEOUT = 300.0  # seconds for a server to load its model
+DUMMY_RATE = 20_000.0  # tokens/s
 ERROR = "spmd_serve.bench: error:"
 
 
 def make_parser() -> argparse.ArgumentParser:
     """The options of this benchmark."""
-    parser = argparse.ArgumentParser(prog="python -m spmd_serve.bench serve", description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(
+        prog="python -m spmd_serve.bench serve", description=__doc__.splitlines()[0], allow_abbrev=False
+    )
     parser.add_argument("--url", help="server to load (default: start one)")
     parser.add_argument("--api-key", default=os.environ.get("SPMD_SERVE_API_KEY", ""), help="[env SPMD_SERVE_API_KEY]")
     parser.add_argument("--model", help="model of the server to start (default: the bundled one)")
-    parser.add_argument("--ranks", type=parse_count, default=1, help="ranks of the server to start (default: 1)")
-    parser.add_argument("--server-args", default="", help="more options for the server to start, in one string")
+    parser.add_argument("--ranks", type=parse_count, help="ranks of the server to start (default: 1)")
+    parser.add_argument("--server-args", help="more options for the server to start, in one string")
     parser.add_argument("--dummy-engine", action="store_true", help="measure the frontend alone")
-    parser.add_argument("--dummy-rate", type=float, default=20_000, help="tokens/s of the dummy engine, 0: unlimited")
-    parser.add_argument("--frontend", default="thread", help="thread, process or process:N (with --dummy-engine)")
+    number = partial(parse_rate, or_zero=True)
+    parser.add_argument(
+        "--dummy-rate", type=number, help=f"tokens/s of the dummy engine, 0: unlimited (default: {DUMMY_RATE:g})"
+    )
+    parser.add_argument("--frontend", help="of --dummy-engine: thread, process or process:N (default: thread)")
     parser.add_argument("--streams", type=parse_count, default=16, help="requests open at once (default: 16)")
     parser.add_argument("--requests", type=parse_count, help="requests in all (default: as many as streams)")
     lengths = "N, or LOW,HIGH for random lengths (default: %(default)s)"
@@ -68,8 +74,8 @@ def make_parser() -> argparse.ArgumentParser:
         default=MAX_TOKEN_ID,
         help="prompts are random ids below it (default: %(default)s)",
     )
-    parser.add_argument("--temperature", type=float, default=0.6, help="(default: 0.6)")
-    parser.add_argument("--seed", type=int, default=0, help="of the prompts and lengths")
+    parser.add_argument("--temperature", type=number, default=0.6, help="(default: 0.6)")
+    parser.add_argument("--seed", type=int, default=0, help="of the prompts and lengths (default: 0)")
     parser.add_argument("--clients", type=parse_count, default=2, help="client processes (default: 2)")
     parser.add_argument(
         "--warmup", type=partial(parse_count, least=0), default=2, help="requests before the measured ones (default: 2)"
@@ -258,11 +264,12 @@ def _process_seconds(pid: int) -> float:
 @contextmanager
 def dummy_server(args: argparse.Namespace, folder: Path, vocab_size: int) -> Iterator[DummyServer]:
     """The frontend with the tokenizer of `folder` over an engine that repeats some ordinary tokens."""
-    config = Config(server=ServerOptions(port=0, frontend=args.frontend))
+    config = Config(server=ServerOptions(port=0, frontend=args.frontend or "thread"))
     config = replace(config, scheduler=replace(config.scheduler, max_num_seqs=max(256, args.streams)))
     info = ModelInfo("dummy", str(folder), Lengths(1 << 20, 1 << 20), vocab_size, ())
     frontend = start_frontend(config, info)
-    interval = args.streams / args.dummy_rate if args.dummy_rate else 0.0
+    rate = DUMMY_RATE if args.dummy_rate is None else args.dummy_rate
+    interval = args.streams / rate if rate else 0.0
     core = DummyCore(
         frontend.link,
         lambda request: itertools.cycle(range(300, 1300)),
@@ -308,6 +315,20 @@ def measure(args: argparse.Namespace, url: str, cpu_seconds: Callable[[], float]
     return report
 
 
+def _check_what_is_loaded(args: argparse.Namespace) -> None:
+    """Raises ConfigError for options of another server than the one that is loaded: they would have no effect."""
+    others: tuple[str, ...]
+    if args.dummy_engine:
+        loaded, others = "--dummy-engine", ("url", "ranks", "server_args")
+    elif args.url:
+        loaded, others = "--url, whose server runs", ("model", "ranks", "server_args", "dummy_rate", "frontend")
+    else:
+        loaded, others = "a server to start (it takes --server-args)", ("dummy_rate", "frontend")
+    for name in others:
+        if getattr(args, name) is not None:
+            raise ConfigError(f"--{name.replace('_', '-')} has no effect on {loaded}; leave it away")
+
+
 def _check_reachable(url: str) -> None:
     """Raises ConfigError where nothing answers, or not in plain HTTP."""
     if url.startswith("https:"):
@@ -324,6 +345,7 @@ def _check_reachable(url: str) -> None:
 def main(argv: list[str]) -> int:
     """Run the benchmark and print its report; 1 if a request failed."""
     args = make_parser().parse_args(argv)
+    _check_what_is_loaded(args)
     if args.dummy_engine:
         from spmd_serve.distributed.ranks import RankInfo  # these bring torch, which a load on a URL does not need
         from spmd_serve.models.registry import load_model_config
@@ -338,7 +360,7 @@ def main(argv: list[str]) -> int:
         _check_reachable(url)
         report = measure(args, url, None)
     else:
-        with started_server(args.model, args.ranks, args.server_args) as url:
+        with started_server(args.model, args.ranks or 1, args.server_args or "") as url:
             report = measure(args, url, None)
     if args.json:
         print(json.dumps(report))

@@ -1,8 +1,12 @@
-"""`bench trace`: where the time of decode steps goes: a profiler trace, the ten costliest kernels, the share of idle time."""
+"""`bench trace`: where the time of decode steps goes: a profiler trace, the ten costliest kernels, the share of idle time.
+
+Under torchrun they are rank 0's.
+"""
 
 from __future__ import annotations
 
 import argparse
+import os
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,6 +16,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from spmd_serve.bench.workloads import ENGINE_OPTIONS, parse_count
+from spmd_serve.distributed.ranks import rank_info
 from spmd_serve.errors import ConfigError
 from spmd_serve.llm import LLM
 from spmd_serve.types import SamplingParams
@@ -23,7 +28,7 @@ _WARM_TOKENS = 8
 def main(argv: list[str]) -> int:
     """Trace and print the table; options that are not listed are the engine's (--model, --dtype, ...)."""
     parser = argparse.ArgumentParser(
-        prog="python -m spmd_serve.bench trace", description=__doc__, epilog=ENGINE_OPTIONS
+        prog="python -m spmd_serve.bench trace", description=__doc__, epilog=ENGINE_OPTIONS, allow_abbrev=False
     )
     parser.add_argument("--batch-size", type=parse_count, default=8, help="sequences that decode together (default: 8)")
     parser.add_argument("--prompt-len", type=parse_count, default=128, help="tokens of each prompt (default: 128)")
@@ -48,15 +53,16 @@ def main(argv: list[str]) -> int:
         run(options.steps)
         if cuda:
             torch.cuda.synchronize()
-    if options.output is not None:
-        profiler.export_chrome_trace(str(options.output))
-        print(f"trace: {options.output}")
-    print(_summary(profiler.events(), options.steps) if cuda else _cpu_table(profiler))
+    if rank_info(os.environ).rank == 0:
+        if options.output is not None:
+            profiler.export_chrome_trace(str(options.output))
+            print(f"trace: {options.output}")
+        print(_summary(profiler.events()) if cuda else _cpu_table(profiler))
     llm.close()
     return 0
 
 
-def _summary(events: Sequence[Any] | None, steps: int) -> str:
+def _summary(events: Sequence[Any] | None) -> str:
     """A table of kernels over the decode steps (the prefill is cut off), with idle time between them."""
     kernels = sorted(
         (e.time_range.start, e.time_range.end, e.name)

@@ -40,14 +40,14 @@ def parse_count(text: str, least: int = 1) -> int:
     return count
 
 
-def parse_rate(text: str) -> float:
+def parse_rate(text: str, or_zero: bool = False) -> float:
     """'3.35' -> 3.35"""
     try:
         rate = float(text)
     except ValueError:
         rate = math.nan
-    if not 0 < rate < math.inf:
-        raise argparse.ArgumentTypeError(f"'{text}' is not a number above 0")
+    if not 0 <= rate < math.inf or (rate == 0 and not or_zero):
+        raise argparse.ArgumentTypeError(f"'{text}' is not a number {'of 0 or more' if or_zero else 'above 0'}")
     return rate
 
 

@@ -34,7 +34,7 @@ _FLASHINFER_HEAD_DIMS = (64, 128, 256)  # of its prefill kernels for Hopper
 
 @dataclass(frozen=True)
 class Plan:
-    """What is known before anything is loaded. `config` has no "auto" left."""
+    """What is known before anything is loaded. `config` is what `resolve_config` has made."""
 
     config: Config
     model: ModelConfig
@@ -82,7 +82,7 @@ def pick_kv_dtype(plan: Plan) -> torch.dtype:
 
 
 def resolve_config(config: Config, model: ModelConfig, device: torch.device) -> Config:
-    """A new Config without "auto": every value that depends on the model and the kind of device is filled in.
+    """A new Config, with every value that depends on the model and the kind of device filled in, but for the KV pool's.
 
     Raises:
         ConfigError: the options contradict the model.
@@ -231,20 +231,20 @@ def count_pages(plan: Plan, runner: ModelRunner, comm: Communicator) -> int:
     Raises:
         ConfigError: not one page fits.
     """
-    cache = plan.config.cache
+    cache, gpu = plan.config.cache, plan.device.type == "cuda"
     if cache.num_pages is not None:
         return cache.num_pages
     kv_heads = max(len(partition_of(plan.model, comm).kv_heads), 1)
     per_page = KVCache.bytes_per_page(plan.model, kv_heads, cache.page_size, pick_kv_dtype(plan))
     memory = cache.kv_memory
     if memory is None:
-        memory = _free_gpu_memory(plan.config, runner) if plan.device.type == "cuda" else _CPU_KV_MEMORY
+        memory = _free_gpu_memory(plan.config, runner) if gpu else _CPU_KV_MEMORY
     pages = torch.tensor(memory // per_page, dtype=torch.int64, device=plan.device)
     count = int(comm.all_reduce_min_(pages))
     if count < 1:
+        option = "--gpu-memory-utilization" if gpu and cache.kv_memory is None else "--kv-memory"
         raise ConfigError(
-            f"the KV pool has no room for one page of {cache.page_size} tokens ({per_page} bytes): give more --kv-memory "
-            "or --gpu-memory-utilization"
+            f"the KV pool has no room for one page of {cache.page_size} tokens ({per_page} bytes): give more {option}"
         )
     return count
 

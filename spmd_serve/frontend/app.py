@@ -46,7 +46,7 @@ def make_services(config: Config, info: ModelInfo, link: FrontLink, metrics: Met
     tokenizer = TextTokenizer(folder, info.vocab_size)
     template = ChatTemplate(find_template(folder, config.model.chat_template), tokenizer)
     grammars = GrammarCompiler(tokenizer, info)
-    identity = f"{VERSION} {info.name} {config.model.dtype} {config.model.quantization}"
+    identity = f"{VERSION} {info.name} {config.model.dtype} {config.model.quantization} {config.cache.kv_dtype}"
     return Services(
         info=info,
         tokenizer=tokenizer,

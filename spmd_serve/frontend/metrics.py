@@ -34,7 +34,11 @@ class _EngineCollector(Collector):
         used = s.pages_total - s.pages_free - s.pages_cached
         for name, text, value in (
             ("requests_running", "Sequences that are being computed", s.running),
-            ("requests_waiting", "Sequences that wait for their first step", s.waiting),
+            (
+                "requests_waiting",
+                "Sequences that wait to be computed, for the first time or after a preemption",
+                s.waiting,
+            ),
             ("kv_usage_ratio", "Share of the KV pool that running sequences hold", used / max(1, s.pages_total)),
             ("step", "Number of the latest step", s.step),
         ):
@@ -50,8 +54,8 @@ class _EngineCollector(Collector):
         yield exchange
         for name, text, value in (
             ("preemptions", "Sequences that were put back to wait", s.preempted_total),
-            ("prompt_tokens", "Prompt tokens of admitted sequences", s.prompt_tokens_total),
-            ("prompt_tokens_cached", "Prompt tokens found in the prefix cache", s.cached_tokens_total),
+            ("prompt_tokens", "Prompt tokens of sequences whose prompt has been computed", s.prompt_tokens_total),
+            ("prompt_tokens_cached", "Those of them that were found in the prefix cache", s.cached_tokens_total),
             ("generation_tokens", "Tokens generated", s.generation_tokens_total),
         ):
             yield CounterMetricFamily(f"spmd_serve_{name}", text, value=value)
@@ -88,8 +92,13 @@ class Metrics:
         self.first_token = histogram("time_to_first_token_seconds", "From submission to the first token", _LATENCY)
         self.duration = histogram("request_duration_seconds", "From submission to the end of a request", _LATENCY)
         self._inter_token = histogram("inter_token_seconds", "Between a sequence's tokens", _LATENCY)
-        self._step = histogram("step_seconds", "Wall time of a step", _STEP)
-        exchange = histogram("exchange_seconds", "Time in the control exchange of a step", _STEP, ("rank",))
+        self._step = histogram("step_seconds", "Time of a step that computes, without its exchange", _STEP)
+        exchange = histogram(
+            "exchange_seconds",
+            "Time in the control exchange of a step that computes; some decode steps have none",
+            _STEP,
+            ("rank",),
+        )
         self._exchange_of_rank0 = exchange.labels("0")
         self.intervals: dict[float, int] = {}
 
@@ -106,7 +115,8 @@ class Metrics:
         self._engine.stats = stats
         if self._first and stats.step_time > 0.0:
             self._step.observe(stats.step_time)
-            self._exchange_of_rank0.observe(stats.exchange_time)
+            if stats.exchange_time > 0.0:  # decode steps may go without
+                self._exchange_of_rank0.observe(stats.exchange_time)
 
     def flush_intervals(self, now: float) -> None:
         """Count the intervals that end at `now`."""

@@ -38,7 +38,8 @@ class Intake:
             return _refusal(request, "the server is shutting down; ask another one", "draining")
         misfit = self.misfit(request)
         if misfit is None and waiting >= self.options.max_queue + free_rows:  # those that get a row at once do not wait
-            return _refusal(request, f"{waiting} requests are waiting already; try again later", "overloaded")
+            message = f"the queue is full: {self.options.max_queue} requests may wait (--max-queue); try again later"
+            return _refusal(request, message, "overloaded")
         return misfit
 
     def misfit(self, request: Request) -> Finish | None:

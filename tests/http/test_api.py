@@ -14,7 +14,7 @@ import pytest
 from support.fake_service import EOS, MODEL, FakeService, bundled_tokenizer, fake_info
 
 from spmd_serve.bench.dummy_core import fake_logprobs
-from spmd_serve.config import Config, SchedulerOptions
+from spmd_serve.config import CacheOptions, Config, SchedulerOptions
 from spmd_serve.frontend.logprobs import make_prompt_json
 from spmd_serve.frontend.schemas import EXTENSION, ChatBody, CompletionBody
 
@@ -123,6 +123,12 @@ def test_split_characters_cut_anywhere(service: FakeService, cut: int) -> None:
     assert whole == streamed == bundled_tokenizer().decode(ids[:cut])
     assert "\ufffd" not in whole.rstrip("\ufffd")
     assert text.startswith(whole.rstrip("\ufffd"))
+
+
+def test_what_changes_answers_has_a_fingerprint_of_its_own(start: Any) -> None:
+    caches = (CacheOptions(), CacheOptions(num_pages=9), CacheOptions(kv_dtype="fp8"))
+    plain, smaller, fp8 = (complete(start(Config(cache=cache)), max_tokens=1).system_fingerprint for cache in caches)
+    assert plain == smaller != fp8
 
 
 def test_shapes(service: FakeService) -> None:

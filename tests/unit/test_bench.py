@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
+import torch
 
 from spmd_serve.bench.__main__ import benchmarks, main
 from spmd_serve.bench.offline import chosen_workload, make_parser, report_of
 from spmd_serve.bench.roofline import Device, costs_of, floor_seconds
 from spmd_serve.bench.workloads import Workload, decode, make_workload, offline_256, parse_range
+from spmd_serve.kernels.packed import activation_dtype
 from spmd_serve.llm import Generation
 from spmd_serve.models.model_config import LayerSpec, ModelConfig, MoEConfig
 
@@ -110,6 +113,22 @@ def test_rates_are_above_0(options: str, capsys: pytest.CaptureFixture[str]) -> 
     assert "is not a number above 0" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("options", ["serve --temperature nan", "serve --dummy-rate -1", "scheduler --cached-pages -5"])
+def test_numbers_that_may_be_0(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(options.split())
+    assert "of 0 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", sorted(benchmarks()))
+def test_no_option_is_abbreviated(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """As of the server, whose own options the benchmarks take too."""
+    with suppress(SystemExit):
+        main([name, "--hel", "--peer", "p"])
+    out, error = capsys.readouterr()
+    assert out == "" and "unrecognized arguments: --hel" in error
+
+
 def test_the_report_of_a_run() -> None:
     results = [Generation([1], [5, 6, 7], [10.1, 10.2, 10.4]), Generation([1], [8, 9], [10.3, 10.4])]
     report = report_of(Workload("w", ((1, 3), (1, 2))), results, began=10.0, wall=0.5)
@@ -130,6 +149,11 @@ def test_the_report_of_a_run() -> None:
         (["serve", "--url", "https://localhost:8000"], "the clients speak no TLS"),
         (["trace", "--output", "/no/such/trace.json"], "--output: /no/such/trace.json cannot be written"),
         (["serve", "--url", "localhost"], "such as http://127.0.0.1:8000"),
+        (["serve", "--url", "http://127.0.0.1:1", "--ranks", "1"], "--ranks has no effect on --url"),
+        (["serve", "--dummy-engine", "--url", "http://127.0.0.1:1"], "--url has no effect on --dummy-engine"),
+        (["serve", "--frontend", "process"], "--frontend has no effect on a server to start (it takes --server-args)"),
+        (["offline", "--batch-size", "2", "--requests", "9"], "--batch-size is for requests of equal length"),
+        (["offline", "--batch-size", "2", "--prompt-tokens", "5,9"], "LOW,HIGH do without it"),
     ],
 )
 def test_what_a_user_gave_wrongly_is_one_line(
@@ -138,6 +162,21 @@ def test_what_a_user_gave_wrongly_is_one_line(
     assert main(options) == 2
     error = capsys.readouterr().err
     assert error.startswith("spmd_serve.bench: error: ") and says in error and error.count("\n") == 1
+
+
+def test_ranks_on_cpus_share_one_memory(capsys: pytest.CaptureFixture[str]) -> None:
+    floors = []
+    for ranks in ("1", "2"):
+        assert main(f"roofline --device cpu --bandwidth 50 --tflops 1 --json --ranks {ranks}".split()) == 0
+        floors.append(capsys.readouterr().out)
+    assert floors[0] == floors[1]
+
+
+def test_the_floor_counts_kv_in_the_type_that_is_computed_in(capsys: pytest.CaptureFixture[str]) -> None:
+    """Which is float32 where a CPU has no arithmetic for the weights' 16 bits."""
+    assert main(["roofline", "--device", "cpu", "--dtype", "float16", "--bandwidth", "50", "--tflops", "1"]) == 0
+    size = activation_dtype(torch.float16, torch.device("cpu")).itemsize
+    assert f"{2 * 30 * 3 * 64 * size} bytes of KV a token" in capsys.readouterr().out
 
 
 def test_the_common_entry(capsys: pytest.CaptureFixture[str]) -> None:

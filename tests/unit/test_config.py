@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from spmd_serve.config import Config, ignored_options, parse_args
+from spmd_serve.config import Config, flag_name, ignored_options, parse_args
 from spmd_serve.errors import ConfigError
 
 
@@ -42,6 +42,15 @@ def test_values_that_nothing_can_hold(option: str, value: str) -> None:
         parse_args([option, value])
 
 
+def test_an_empty_text_is_no_value() -> None:
+    """As of a script's variable that is not set: `--model ""` would be the folder that the server is started in."""
+    for section in dataclasses.fields(Config):
+        for field in dataclasses.fields(section.default):
+            if field.metadata["parse"] is str and not field.metadata["choices"]:
+                with pytest.raises(ConfigError, match=f"{flag_name(field.name)} is (empty|'')"):
+                    parse_args([flag_name(field.name), ""])
+
+
 def test_every_number_has_a_least_value() -> None:
     for section in dataclasses.fields(Config):
         for field in dataclasses.fields(section.default):
@@ -51,6 +60,7 @@ def test_every_number_has_a_least_value() -> None:
 
 def test_the_largest_values_are_options() -> None:
     assert parse_args(["--drain-timeout", "1e6", "--kv-memory", "900000GB"]).cache.kv_memory == 900 * 10**12
+    assert parse_args(["--kv-memory", "1.5TiB"]).cache.kv_memory == 3 * 2**39
 
 
 def test_what_another_rank_is_given_and_has_no_effect() -> None:

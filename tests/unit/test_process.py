@@ -153,6 +153,20 @@ def test_a_limit_of_open_files_is_raised_or_told() -> None:
     assert "ConfigError: only 90 files may be open here, and a rank needs about 100: raise the limit" in done.stderr
 
 
+@pytest.mark.parametrize("package", ["torch", "zmq"])  # before the ranks have met, and after
+def test_a_package_that_is_not_installed_is_one_line(package: str) -> None:
+    code = (
+        "import runpy, sys\n"
+        f"sys.modules['{package}'] = None\n"
+        "sys.argv[1:] = ['--port', '0']\n"
+        "runpy.run_module('spmd_serve', run_name='__main__', alter_sys=True)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == REFUSED
+    assert done.stderr.startswith(f"spmd_serve: error: {sys.executable} has no package '{package}': ")
+    assert done.stderr.count("\n") == 1
+
+
 def test_a_rank_without_files_says_so() -> None:
     command = ["sh", "-c", 'ulimit -n 30; exec "$@"', "sh", sys.executable, "-m", "spmd_serve"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)

@@ -214,6 +214,7 @@ def test_queue_limit() -> None:
     loop = ToyLoop(max_num_seqs=2, max_queue=3)
     loop.step([loop.request(uid, [1 + uid, 2, 3], 5) for uid in range(8)])
     assert {uid: f.code for uid, f in loop.ended.items()} == dict.fromkeys((5, 6, 7), "overloaded")
+    assert "may wait (--max-queue)" in loop.ended[5].message
     loop.run()
     loop.check_texts()
 

@@ -74,6 +74,7 @@ class Link:
         self.tokens: dict[int, list[int]] = {}
         self.finished: dict[int, tuple[FinishReason, str]] = {}
         self.states: list[ServiceState] = []
+        self.exchange_times: list[float] = []  # of the steps that computed
 
     def drain(self) -> tuple[list[Request], list[Abort]]:
         self.drains += 1
@@ -87,6 +88,8 @@ class Link:
 
     def publish(self, output: StepOutput) -> None:
         assert output.stats is not None
+        if output.stats.step_time:
+            self.exchange_times.append(output.stats.exchange_time)
         for uid, token in zip(output.uids, output.tokens, strict=True):
             self.tokens.setdefault(uid, []).append(token)
         for finish in output.finished:
@@ -218,6 +221,9 @@ def test_pure_decode_skips_exchanges_and_arrivals_are_seen_in_time() -> None:
     leads = [lead for before, lead in zip(inputs, ranks.channels[1].leads[1:], strict=False) if before.free_steps]
     assert leads[:2] == [1, 1] and set(leads[2:]) <= {0, 1}
     assert link.finished.keys() == {1, 2}
+    # Statistics have each exchange once, and none of the steps that went without.
+    assert 0 < sum(time > 0.0 for time in link.exchange_times) <= len(inputs)
+    assert len(link.exchange_times) >= 100
 
 
 @pytest.mark.parametrize("overlap", [False, True])

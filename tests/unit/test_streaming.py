@@ -197,6 +197,10 @@ def test_stats_and_intervals() -> None:
         'spmd_serve_exchange_seconds_sum{rank="0"} 0.25',
     ):
         assert line in text.splitlines(), line
+    metrics.set_stats(replace(stats, exchange_time=0.0))  # a step that went without
+    text = metrics.render().decode()
+    assert "spmd_serve_step_seconds_count 2.0" in text
+    assert 'spmd_serve_exchange_seconds_count{rank="0"} 1.0' in text
     others = Metrics(first=False)
     others.set_stats(stats)
     assert "spmd_serve_step_seconds_count 0.0" in others.render().decode()  # one frontend counts the steps
