@@ -46,11 +46,11 @@ class Progress:
             say(f"waiting for {self.what()} ({now - self.start:.0f} of {self.seconds:.0f} s)")
 
 
-def resolve(head: str) -> str:
+def resolve(head: str, seconds: float) -> str:
     """Address of the head as this node sees it, of IPv4 if there is one."""
     progress = Progress(
         lambda: f"the name '{head}' to resolve",
-        NAME_SECONDS,
+        min(NAME_SECONDS, seconds),
         "add it to DNS or /etc/hosts on this node, or give the head's address to --head",
     )
     while True:
@@ -226,7 +226,7 @@ def main() -> int:
             raise PreflightError(f"--node-rank must be 0 to {args.nnodes - 1} with --nnodes {args.nnodes}")
         if not 0 < args.port < 65536:
             raise PreflightError(f"--port {args.port} is not a port; choose one from 1024 to 65535")
-        address = resolve(args.head)
+        address = resolve(args.head, args.wait)
         if args.interface:
             check_interface(args.interface)
         if args.node_rank == 0:

@@ -295,7 +295,10 @@ def _rank0_say_ready(url: str, name: str, config: Config, seconds: float) -> Non
     """One line on stdout with a curl that works, and the address file."""
     # Few tokens: what is sampled without a limit may go on for the whole context.
     body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}], "max_tokens": 50})
-    key = " -H 'Authorization: Bearer '$SPMD_SERVE_API_KEY" if config.server.api_key else ""
+    key = ""
+    if config.server.api_key is not None:  # which is not for the log
+        known = os.environ.get("SPMD_SERVE_API_KEY") == config.server.api_key
+        key = f" -H 'Authorization: Bearer '{'$SPMD_SERVE_API_KEY' if known else 'THE_API_KEY'}"
     curl = f"curl {url}/v1/chat/completions -H 'Content-Type: application/json'{key} -d {shlex.quote(body)}"
     with contextlib.suppress(OSError):  # nobody reads stdout any more, which is no reason not to serve
         print(f"spmd_serve: ready at {url} after {seconds:.1f} s; try: {curl}", flush=True)

@@ -54,18 +54,19 @@ class Costs:
     Attributes:
         shared_weights: parameters outside of experts that each step reads, the LM head among them.
         expert_weights: parameters of one expert, over all layers that have experts.
+        shared_bytes, expert_bytes: of these.
         num_experts, experts_per_token: 0 without experts.
         kv_bytes: (window or None, bytes per token of all layers with that window).
-        weight_bytes: bytes per parameter.
         attention_flops: operations per pair of query and key, over all layers.
     """
 
     shared_weights: int
+    shared_bytes: int
     expert_weights: int
+    expert_bytes: int
     num_experts: int
     experts_per_token: int
     kv_bytes: tuple[tuple[int | None, int], ...]
-    weight_bytes: int
     attention_flops: int
 
     def weights_read(self, batch: int) -> float:
@@ -73,7 +74,7 @@ class Costs:
         hit = (
             self.num_experts * (1 - (1 - self.experts_per_token / self.num_experts) ** batch) if self.num_experts else 0
         )
-        return (self.shared_weights + hit * self.expert_weights) * self.weight_bytes
+        return self.shared_bytes + hit * self.expert_bytes
 
     def kv_read(self, context: int) -> int:
         """Bytes of KV that one decoded token reads, with `context` tokens before it."""
@@ -90,24 +91,30 @@ def head_weights(model: ModelConfig) -> int:
     return model.vocab_size * model.hidden_size
 
 
-def costs_of(model: ModelConfig, weight_bytes: int, kv_entry_bytes: int) -> Costs:
-    """From a model's sizes. Norms and biases are left out: they are less than a thousandth."""
+def costs_of(model: ModelConfig, weight_bytes: int, kv_entry_bytes: int, *, fp8: bool = False) -> Costs:
+    """From a model's sizes. Norms and biases are left out: they are less than a thousandth.
+
+    fp8: a weight of the layers takes one byte; LM head, routers and experts are never quantised.
+    """
     q_width, kv_width = model.num_q_heads * model.head_dim, model.num_kv_heads * model.head_dim
     attention = model.hidden_size * (q_width + 2 * kv_width) + q_width * model.hidden_size
     moe_layers = sum(layer.moe for layer in model.layers) if model.moe else 0
     dense_layers = len(model.layers) - moe_layers
-    shared = attention * len(model.layers) + 3 * model.hidden_size * model.intermediate_size * dense_layers
+    layers = attention * len(model.layers) + 3 * model.hidden_size * model.intermediate_size * dense_layers
     experts = model.moe.num_experts if model.moe and moe_layers else 0
+    plain = head_weights(model)
     if model.moe:
-        shared += moe_layers * model.hidden_size * model.moe.num_experts  # the router
+        plain += moe_layers * model.hidden_size * model.moe.num_experts  # the router
+    expert = 3 * model.hidden_size * model.moe.intermediate_size * moe_layers if model.moe else 0
     windows = Counter(layer.window for layer in model.layers)
     return Costs(
-        shared_weights=shared + head_weights(model),
-        expert_weights=3 * model.hidden_size * model.moe.intermediate_size * moe_layers if model.moe else 0,
+        shared_weights=layers + plain,
+        shared_bytes=layers * (1 if fp8 else weight_bytes) + plain * weight_bytes,
+        expert_weights=expert,
+        expert_bytes=expert * weight_bytes,
         num_experts=experts,
         experts_per_token=model.moe.experts_per_token if model.moe and experts else 0,
         kv_bytes=tuple((window, count * 2 * kv_width * kv_entry_bytes) for window, count in windows.items()),
-        weight_bytes=weight_bytes,
         attention_flops=4 * q_width * len(model.layers),
     )
 
@@ -200,8 +207,8 @@ def main(argv: list[str]) -> int:
     plan = make_plan(parse_args(engine_options), rank_info(os.environ))
     dtype: torch.dtype = getattr(torch, plan.config.model.dtype)
     requested, gpu = plan.config.model.quantization == "fp8", plan.device.type == "cuda"
-    weight_bytes = dtype.itemsize if fp8_format(plan.model, requested=requested, gpu=gpu) is None else 1
-    costs = costs_of(plan.model, weight_bytes, pick_kv_dtype(plan).itemsize)
+    fp8 = fp8_format(plan.model, requested=requested, gpu=gpu) is not None
+    costs = costs_of(plan.model, dtype.itemsize, pick_kv_dtype(plan).itemsize, fp8=fp8)
     bandwidth, flops = args.bandwidth and 1e9 * args.bandwidth, args.tflops and 1e12 * args.tflops
     if bandwidth is None or flops is None:
         measured = measure_device(plan.device, dtype)

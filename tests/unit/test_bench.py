@@ -41,6 +41,8 @@ def test_weights_of_a_model_whose_size_is_known() -> None:
     costs = costs_of(QWEN3_06B, 2, 2)
     assert costs.weights_read(1) == pytest.approx(2 * 596e6, rel=0.002)  # 0.6B, the embedding counted once, as the head
     assert costs.kv_read(1) == 2 * 28 * 8 * 128 * 2
+    head = 151_936 * 1024
+    assert costs_of(QWEN3_06B, 2, 2, fp8=True).weights_read(1) == pytest.approx((596e6 - head) + 2 * head, rel=0.002)
 
 
 @pytest.mark.parametrize(

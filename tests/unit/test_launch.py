@@ -503,12 +503,12 @@ def test_an_unknown_interface_is_told() -> None:
 def test_a_name_that_does_not_resolve(preflight: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "NAME_SECONDS", 0.1)
     with pytest.raises(preflight.PreflightError, match=r"the name 'no-such-head\.invalid' to resolve: add it to DNS"):
-        preflight.resolve("no-such-head.invalid")
+        preflight.resolve("no-such-head.invalid", 600)
 
 
 @pytest.mark.skipif(not Path("/proc/net/if_inet6").exists(), reason="this kernel has no IPv6")
 def test_a_head_may_have_ipv6_alone(preflight: ModuleType) -> None:
-    address = preflight.resolve("::1")
+    address = preflight.resolve("::1", 600)
     with preflight.listen("::1", address, free_port()) as listener:
         socket.create_connection((address, listener.getsockname()[1]), timeout=5).close()
 
