@@ -140,6 +140,7 @@ def test_an_unexpected_failure_is_a_500_with_a_body(service: FakeService, monkey
     body = {"messages": [{"role": "user", "content": "x"}]}
     response = service.http.post("/v1/chat/completions", json=body)
     error = check_error(response, 500)
+    assert response.headers["connection"] == "close", "uvicorn ends it"
     assert "a bug" not in json.dumps(error)
     assert serves(service)
 
