@@ -82,7 +82,9 @@ def make_app(config: Config, services: Services) -> ASGIApp:
     @api.exception_handler(Exception)
     async def on_exception(request: Request, error: Exception) -> Response:
         response = error_response(RequestError("internal error; the server's log has it", status=500, code="internal"))
-        response.headers["connection"] = "close"  # uvicorn ends the connection after it, and the client must not use it again
+        response.headers["connection"] = (
+            "close"  # uvicorn ends the connection after it, and the client must not use it again
+        )
         return response
 
     app: ASGIApp = _HeadAsGet(api)
