@@ -22,7 +22,7 @@ from spmd_serve.distributed.beats import TICK_S, Messenger, Progress
 from spmd_serve.distributed.board import Board, Failure
 from spmd_serve.distributed.channel import is_peer_error
 from spmd_serve.distributed.judgement import Evidence, Judge
-from spmd_serve.distributed.process import is_dead, leave_process, parent_of, tell_torchrun
+from spmd_serve.distributed.process import is_dead, is_suspended, leave_process, parent_of, tell_torchrun
 from spmd_serve.distributed.signals import StopSignals
 from spmd_serve.errors import REFUSALS, SpmdServeError
 from spmd_serve.types import ServicePhase
@@ -211,8 +211,9 @@ class Liveness:
     def _look(self, now: float) -> None:
         messenger = self._messenger
         late = now - self._last_look - TICK_S
-        if late > LATE_S:  # that is no silence of the others
+        if late > LATE_S:  # that is no silence of the others, and no step that does not end
             messenger.excuse(late)
+            self._progress.excuse(late)
         self._last_look = now
         report = messenger.report
         if messenger.failure is not None:
@@ -253,8 +254,10 @@ class Liveness:
         if self._own.rank == 0:
             self.on_failure(str(failure))
         for peer in self._neighbours:
-            # A stopped process would keep torchrun waiting for 30 s. Only this job's own: the same parent started it.
-            if peer.rank == failure.rank and failure.kind == "lost" and parent_of(peer.pid) == os.getppid():
+            # A suspended process, of which there may be several, would keep torchrun waiting for 30 s. Only this job's own: the
+            # same parent started it.
+            stays = (peer.rank == failure.rank and failure.kind == "lost") or is_suspended(peer.pid)
+            if stays and parent_of(peer.pid) == os.getppid():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(peer.pid, signal.SIGKILL)
         # The main thread goes on now, and may be gone at once.

@@ -82,6 +82,31 @@ def test_a_frontend_process_that_is_gone_or_stopped(
     assert [stream.await_end(1) for stream in streams] == ["broken"] * len(streams)
 
 
+def test_several_suspended_ranks(start_job: StartJob) -> None:
+    """One is named; none of them can end itself, nor hears torchrun, which would wait for 30 s."""
+    job = start_job(*SHORT, ranks=3).await_ready()
+    stream = job.stream().await_chunks()
+    began = time.monotonic()
+    for rank in (1, 2):
+        job.signal_rank(rank, signal.SIGSTOP)
+    assert job.await_end(10) != 0
+    job.note("SIGSTOP of two of three ranks", time.monotonic() - began)
+    assert "is lost: no sign of life" in job.log
+    assert stream.await_end(1) == "error", stream.detail
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(start_job: StartJob) -> None:
+    """As a debugger, a container's pause or Ctrl-Z does it, for longer than a step or a silence may last."""
+    job = start_job("--step-timeout", "2", env={"STEP_TIME": "0.05"}).await_ready()
+    stream = job.stream(max_tokens=100).await_chunks()
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in job.pids().values():
+            os.kill(pid, number)
+        time.sleep(4)
+    assert stream.await_end(30) == "length", job.log
+    assert job.complete().status_code == 200
+
+
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_killed_rank_leaves_no_survivor_even_without_torchrun(start_job: StartJob, rank: int) -> None:
     job = start_job(bare=[{}, {}]).await_ready()  # idle, with default timeouts
