@@ -85,7 +85,8 @@ class Messenger:
         beats, heard: by rank, the last beat and when it came.
         failure, stop: what the board says.
         round_at: when the last round was complete.
-        error: why there will be no more rounds.
+        error: why there will be no more rounds: the store is gone.
+        defect: the same, but the fault is this process's own.
         report, report_at: a failure to be put on the board, and since when; None again when it turned out to be none.
         request: a stop to be asked for.
     """
@@ -102,6 +103,7 @@ class Messenger:
         self.stop = ServicePhase.RUN
         self.round_at = now
         self.error: RuntimeError | None = None
+        self.defect: Exception | None = None
         self.report: Failure | None = None
         self.report_at = now
         self.request = ServicePhase.RUN
@@ -145,6 +147,8 @@ class Messenger:
                 self._poked.wait(began + TICK_S - self.round_at)
         except RuntimeError as exc:  # the store is gone
             self.error = exc
+        except Exception as exc:
+            self.defect = exc
 
     def _round(self, board: Board) -> None:
         self._put_beat(board)

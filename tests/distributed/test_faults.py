@@ -54,6 +54,17 @@ def test_a_fault_in_a_step(
     assert trigger.await_end(1) in (*clients_see, "refused"), trigger.detail
 
 
+@pytest.mark.parametrize("fault", ["watcher", "messenger"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_can_watch_no_more_ends(start_job: StartJob, fault: str, rank: int) -> None:
+    """It would hear neither signals nor of other ranks' ends."""
+    job = start_job(env={"FAULT": fault, "FAULT_RANK": str(rank)}).await_ready()
+    stream = job.stream(seed=TRIGGER_SEED)
+    assert job.await_end(10) != 0
+    assert f"rank {rank} ({HOST}) failed: MemoryError: injected into a thread" in job.log
+    assert stream.await_end(1) in ("error", "broken"), stream.detail
+
+
 @pytest.mark.parametrize(
     ("number", "says", "limit_s"),
     [
