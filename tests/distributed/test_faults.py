@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -52,6 +53,15 @@ def test_a_fault_in_a_step(
         ] or job.log.rstrip().endswith("=")
     assert running.await_end(1) in clients_see, running.detail
     assert trigger.await_end(1) in (*clients_see, "refused"), trigger.detail
+
+
+def test_an_event_loop_that_stands_still(start_job: StartJob) -> None:
+    job = start_job(*SHORT, env={"FAULT": "http", "FAULT_RANK": "0"}).await_ready()
+    stream = job.stream(seed=TRIGGER_SEED)
+    assert job.await_end(12) != 0
+    said = rf"ERROR rank 0 step .* rank 0 \({HOST}\) failed: FrontendError: the HTTP frontend has given no sign of life for"
+    assert re.search(said, job.log), job.log
+    assert stream.await_end(1) == "broken", stream.detail
 
 
 @pytest.mark.parametrize("fault", ["watcher", "messenger"])
