@@ -31,7 +31,7 @@ PACKAGE = os.path.dirname(os.path.dirname(os.path.abspath(__file__))) + "/"  # m
 
 
 class Progress:
-    """What the main thread is doing. It alone writes; messenger, watcher and log read."""
+    """What the main thread is doing. It writes; messenger, watcher and log read. The watcher excuses."""
 
     def __init__(self) -> None:
         self.step: int | None = None
@@ -50,6 +50,10 @@ class Progress:
     def idle(self) -> None:
         """The main thread waits for work or, on a follower, for rank 0."""
         self.busy = False
+
+    def excuse(self, seconds: float) -> None:
+        """This process was suspended for so long, in which no step could go on."""
+        self.since += seconds
 
 
 @dataclass(frozen=True)
@@ -81,7 +85,8 @@ class Messenger:
         beats, heard: by rank, the last beat and when it came.
         failure, stop: what the board says.
         round_at: when the last round was complete.
-        error: why there will be no more rounds.
+        error: why there will be no more rounds: the store is gone.
+        defect: the same, but the fault is this process's own.
         report, report_at: a failure to be put on the board, and since when; None again when it turned out to be none.
         request: a stop to be asked for.
     """
@@ -98,6 +103,7 @@ class Messenger:
         self.stop = ServicePhase.RUN
         self.round_at = now
         self.error: RuntimeError | None = None
+        self.defect: Exception | None = None
         self.report: Failure | None = None
         self.report_at = now
         self.request = ServicePhase.RUN
@@ -132,12 +138,17 @@ class Messenger:
         try:
             board = self._board.reopen()
             while True:
+                began = time.monotonic()
                 self._poked.clear()
                 self._round(board)
                 self.round_at = time.monotonic()
-                self._poked.wait(TICK_S)
+                # Less after a round that took long: a process that is suspended again and again may have just the time for a
+                # beat in between, and none to wait first.
+                self._poked.wait(began + TICK_S - self.round_at)
         except RuntimeError as exc:  # the store is gone
             self.error = exc
+        except Exception as exc:
+            self.defect = exc
 
     def _round(self, board: Board) -> None:
         self._put_beat(board)

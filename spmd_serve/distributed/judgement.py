@@ -88,7 +88,8 @@ class Judge:
         if beat.busy and beat.age <= SLOW_S and seen.step_age <= limit + SLOW_S:
             return None  # too young to say whether it waits itself
         others = "; all ranks wait for each other" if beat.waits else ""
-        message = f"step {beat.step} for {beat.age:.1f} s ({option} is {limit:g}) at {beat.where}{others}"
+        place = f" at {beat.where}" if beat.where else ""  # not yet known of a job that was suspended as a whole
+        message = f"step {beat.step} for {beat.age:.1f} s ({option} is {limit:g}){place}{others}"
         return self._blame(rank, "hangs", message)
 
     def _store_lost(self, seen: Evidence) -> Failure:

@@ -22,7 +22,7 @@ from spmd_serve.distributed.beats import TICK_S, Messenger, Progress
 from spmd_serve.distributed.board import Board, Failure
 from spmd_serve.distributed.channel import is_peer_error
 from spmd_serve.distributed.judgement import Evidence, Judge
-from spmd_serve.distributed.process import is_dead, leave_process, parent_of, tell_torchrun
+from spmd_serve.distributed.process import is_dead, is_suspended, leave_process, parent_of, tell_torchrun
 from spmd_serve.distributed.signals import StopSignals
 from spmd_serve.errors import REFUSALS, SpmdServeError
 from spmd_serve.types import ServicePhase
@@ -141,9 +141,7 @@ class Liveness:
         """
         self._error = exc
         kind = "refused" if isinstance(exc, REFUSALS) and self._control is None else "error"
-        message = " ".join(f"{'' if kind == 'refused' else type(exc).__name__ + ': '}{exc}".split())
-        details = "" if isinstance(exc, SpmdServeError) else "".join(traceback.format_exception(exc)).rstrip()
-        own = Failure(self._own.rank, self._own.hostname, kind, message, details)
+        own = self._own_failure(kind, exc)
         if is_peer_error(exc):
             self._progress.idle()  # this rank is not the one that the others wait for
             self._signals.poke()
@@ -156,7 +154,12 @@ class Liveness:
 
     def fail(self, exc: SpmdServeError) -> None:
         """Another thread of this rank says that the job cannot go on, whatever the main thread is at."""
-        self._messenger.accuse(Failure(self._own.rank, self._own.hostname, "error", f"{type(exc).__name__}: {exc}"))
+        self._messenger.accuse(self._own_failure("error", exc))
+
+    def _own_failure(self, kind: str, exc: BaseException) -> Failure:
+        message = " ".join(f"{'' if kind == 'refused' else type(exc).__name__ + ': '}{exc}".split())
+        details = "" if isinstance(exc, SpmdServeError) else "".join(traceback.format_exception(exc)).rstrip()
+        return Failure(self._own.rank, self._own.hostname, kind, message, details)
 
     def exchange_times(self) -> tuple[float, ...]:
         """Seconds of each rank's last exchange, by rank; for rank 0."""
@@ -166,10 +169,16 @@ class Liveness:
     # ---- the thread ----------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while True:
-            self._heed(self._signals.read(TICK_S))
-            if self.failure is None and self._way_out < WayOut.ALONE:
-                self._look(time.monotonic())
+        try:
+            while True:
+                self._heed(self._signals.read(TICK_S))
+                if self.failure is None and self._way_out < WayOut.ALONE:
+                    self._look(time.monotonic())
+        except Exception as exc:  # nobody would notice signals and the other ranks' ends any more
+            logger.exception("the watcher failed")
+            own = self._own_failure("error", exc)
+            self._messenger.accuse(own)
+            self._settle(own, found_here=True)
 
     def _heed(self, requested: ServicePhase) -> None:
         """Take in what signals here, or on another rank, ask for."""
@@ -210,9 +219,12 @@ class Liveness:
 
     def _look(self, now: float) -> None:
         messenger = self._messenger
+        if messenger.defect is not None:
+            raise messenger.defect
         late = now - self._last_look - TICK_S
-        if late > LATE_S:  # that is no silence of the others
+        if late > LATE_S:  # that is no silence of the others, and no step that does not end
             messenger.excuse(late)
+            self._progress.excuse(late)
         self._last_look = now
         report = messenger.report
         if messenger.failure is not None:
@@ -253,8 +265,10 @@ class Liveness:
         if self._own.rank == 0:
             self.on_failure(str(failure))
         for peer in self._neighbours:
-            # A stopped process would keep torchrun waiting for 30 s. Only this job's own: the same parent started it.
-            if peer.rank == failure.rank and failure.kind == "lost" and parent_of(peer.pid) == os.getppid():
+            # A suspended process, of which there may be several, would keep torchrun waiting for 30 s. Only this job's own: the
+            # same parent started it.
+            stays = (peer.rank == failure.rank and failure.kind == "lost") or is_suspended(peer.pid)
+            if stays and parent_of(peer.pid) == os.getppid():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(peer.pid, signal.SIGKILL)
         # The main thread goes on now, and may be gone at once.

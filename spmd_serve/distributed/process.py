@@ -134,6 +134,15 @@ def is_dead(pid: int) -> bool:
     return stat[0] in "ZX" if stat is not None else os.path.isdir("/proc/self")
 
 
+def is_suspended(pid: int) -> bool:
+    """Whether the process stands still until it gets SIGCONT; False where the kernel does not tell."""
+    try:
+        stat = _stat(pid)
+    except OSError:
+        return False
+    return stat is not None and stat[0] == "T"
+
+
 def children_of(pid: int) -> list[int]:
     """The processes that a process has started and that live, those of its first thread first; none where there is no such process."""
     found: list[int] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 from spmd_serve.config import Config
 from spmd_serve.errors import OverloadedError, RequestError
@@ -59,13 +60,19 @@ class Dispatcher:
         self._next_uid = (link.index << UID_SHIFT) + 1
         self._loop: asyncio.AbstractEventLoop | None = None
         self._sweep: asyncio.TimerHandle | None = None
+        self._on_failure: Callable[[str], None] = lambda reason: None
         self.state = ServiceState.STARTING
         self.reason = "the model is still loading"
 
     # ---- life
 
-    def start(self) -> None:
-        """Begin to listen to the step loop; called in the event loop."""
+    def start(self, on_failure: Callable[[str], None]) -> None:
+        """Begin to listen to the step loop; called in the event loop.
+
+        Args:
+            on_failure: called once with the reason if it cannot go on listening, before what is open ends with an error.
+        """
+        self._on_failure = on_failure
         self._loop = asyncio.get_running_loop()
         self._loop.add_reader(self._link.fileno(), self._on_readable)
         self._sweep = self._loop.call_later(SWEEP_INTERVAL, self._cut_off_stalled)
@@ -137,26 +144,34 @@ class Dispatcher:
     # ---- from the step loop
 
     def _on_readable(self) -> None:
-        messages = self._link.receive(BATCH)
-        if not messages:
-            return
-        now = time.monotonic()
         dirty: list[Generation] = []
         try:
-            for message in messages:
-                if message.output is not None:
-                    self._apply(message.output, now, dirty)
-                if message.state is not None:
-                    self._set_state(message.state, message.reason)
-        except Exception:
-            # Outputs are lost, so no request could be trusted to end: say so instead of leaving clients to wait.
+            more = self._take_messages(dirty)
+        except Exception as error:
+            # Outputs are lost, so no request could be trusted to end, and the next ones may fail in the same way.
             logger.exception("the frontend failed on a step's output")
+            more = False
+            assert self._loop is not None
+            self._loop.remove_reader(self._link.fileno())
+            self._on_failure(f"the HTTP frontend failed on a step's output: {type(error).__name__}: {error}")
             self._set_state(ServiceState.FAILED, "the HTTP frontend has failed")
         _wake(dirty)
+        if more:
+            assert self._loop is not None
+            # The descriptor is edge-triggered: look again until nothing is left, after the woken tasks had their turn.
+            self._loop.call_soon(self._on_readable)
+
+    def _take_messages(self, dirty: list[Generation]) -> bool:
+        """Take in what has come from the step loop; False if there was nothing."""
+        messages = self._link.receive(BATCH)
+        now = time.monotonic()
+        for message in messages:
+            if message.output is not None:
+                self._apply(message.output, now, dirty)
+            if message.state is not None:
+                self._set_state(message.state, message.reason)
         self._metrics.flush_intervals(now)
-        assert self._loop is not None
-        # The descriptor is edge-triggered: look again until nothing is left, after the woken tasks had their turn.
-        self._loop.call_soon(self._on_readable)
+        return bool(messages)
 
     def _apply(self, output: StepOutput, now: float, dirty: list[Generation]) -> None:
         """Add an output's rows to their choices; generations that get something to send are added to `dirty`."""

@@ -51,6 +51,7 @@ class HttpThread:
         self._on_death = on_death
         self._on_beat = on_beat
         self._stopping = False
+        self._failure = ""  # why the thread ends by itself
         self._started = threading.Event()
         protocol = partial(
             LimitedProtocol,
@@ -96,20 +97,19 @@ class HttpThread:
         return not self._thread.is_alive()
 
     def _run(self) -> None:
-        reason = "the HTTP server ended"
         try:
             with asyncio.Runner(loop_factory=self._server.config.get_loop_factory()) as runner:
                 runner.run(self._serve())
         except BaseException as error:
             logger.exception("the HTTP server failed")
-            reason = f"the HTTP server failed: {error}"
+            self._failure = f"the HTTP server failed: {error}"
         finally:
             self._started.set()
             if not self._stopping:
-                self._on_death(reason)
+                self._on_death(self._failure or "the HTTP server ended")
 
     async def _serve(self) -> None:
-        self._services.dispatcher.start()
+        self._services.dispatcher.start(self._give_up)
         serving = asyncio.create_task(self._server.serve(sockets=[self._listener]))
         beating = asyncio.create_task(self._beat())
         try:
@@ -120,6 +120,11 @@ class HttpThread:
         finally:
             beating.cancel()
             self._services.dispatcher.close()
+
+    def _give_up(self, reason: str) -> None:
+        """End the thread, and with it the service; open responses have a moment to tell their clients."""
+        self._failure = reason
+        self._server.should_exit = True
 
     async def _beat(self) -> None:
         while True:

@@ -79,6 +79,25 @@ class Frontend:
         raise NotImplementedError
 
 
+class _Silence:
+    """How long a frontend has given no sign of life, looked for every LOOK_INTERVAL."""
+
+    def __init__(self) -> None:
+        self.seconds = 0.0
+        self._last = time.monotonic()
+
+    def look(self, heard: bool) -> None:
+        now = time.monotonic()
+        took = min(now - self._last, 2 * LOOK_INTERVAL)  # no more: this process was suspended, perhaps as they were
+        self._last = now
+        self.seconds = 0.0 if heard else self.seconds + took
+
+
+def _silence_limit(config: Config) -> float:
+    """How long a frontend may be silent: as long as a rank."""
+    return min(config.control.step_timeout, config.control.control_timeout)
+
+
 class ThreadFrontend(Frontend):
     """HTTP in a thread of this process, over inproc sockets."""
 
@@ -89,9 +108,12 @@ class ThreadFrontend(Frontend):
         link = CoreLink(address, context)
         super().__init__(link, url_of(listener), context, on_death)
         self._thread: HttpThread | None = None
+        self._stopping = self._stands_still = False
+        self._beat = threading.Event()
+        self._silence_limit = _silence_limit(config)
         front = FrontLink(address, 0, context)
         try:
-            self._thread = HttpThread(config, info, front, listener, self._died)
+            self._thread = HttpThread(config, info, front, listener, self._died, on_beat=self._beat.set)
             self._thread.start()
             link.await_frontends(START_TIMEOUT, lambda: None)
         except BaseException:
@@ -99,16 +121,30 @@ class ThreadFrontend(Frontend):
             listener.close()
             self.stop(0)
             raise
+        threading.Thread(target=self._watch_thread, name="frontend-watch", daemon=True).start()
+
+    def _watch_thread(self) -> None:
+        """An event loop that stands still would keep its clients waiting, in a job whose ranks are all well."""
+        silence = _Silence()
+        while not self._stopping:
+            silence.look(self._beat.wait(LOOK_INTERVAL))
+            self._beat.clear()
+            if silence.seconds > self._silence_limit and not self._stopping:
+                self._stands_still = True
+                self._died(f"the HTTP frontend has given no sign of life for {silence.seconds:.1f} s")
+                return
 
     def _stop_serving(self, timeout_s: float) -> bool:
+        self._stopping = True
+        if self._stands_still:  # it would be waited for until this process is ended by force, with the reason untold
+            return False
         return self._thread is None or self._thread.stop(timeout_s)
 
 
 class ProcessFrontend(Frontend):
     """HTTP in `count` child processes, over ipc sockets in a private folder. A child that dies, or is silent, ends the job.
 
-    Each has a pipe for signs of life, whose end also tells that the child is gone. Like a rank, a child may be silent for
-    --step-timeout or --control-timeout, whichever is shorter.
+    Each has a pipe for signs of life, whose end also tells that the child is gone.
     """
 
     def __init__(self, config: Config, info: ModelInfo, count: int, on_death: Callable[[str], None]) -> None:
@@ -125,7 +161,7 @@ class ProcessFrontend(Frontend):
         super().__init__(link, url_of(listeners[0]), context, on_death)
         link.explain = lambda: self._how_one_ended(REAP_TIMEOUT)
         self._stopping = False
-        self._silence_limit = min(config.control.step_timeout, config.control.control_timeout)
+        self._silence_limit = _silence_limit(config)
         self._children: list[subprocess.Popen[bytes]] = []
         self._beats: list[int] = []  # the pipes' ends here, by child
         for index, listener in enumerate(listeners):
@@ -183,20 +219,17 @@ class ProcessFrontend(Frontend):
         poller = select.poll()
         for beats in self._beats:
             poller.register(beats, select.POLLIN)
-        silence = dict.fromkeys(self._beats, 0.0)
-        last = time.monotonic()
+        silences = [_Silence() for _ in self._beats]
         while not self._stopping:
             heard = [beats for beats, _ in poller.poll(1000 * LOOK_INTERVAL)]
-            now = time.monotonic()
-            took = min(now - last, 2 * LOOK_INTERVAL)  # no more: this process was suspended, perhaps as they were
-            last = now
             for index, beats in enumerate(self._beats):
-                silence[beats] = 0.0 if beats in heard else silence[beats] + took
+                silence = silences[index]
+                silence.look(beats in heard)
                 reason = None
                 if beats in heard and not os.read(beats, 4096):
                     reason = self._how_one_ended(REAP_TIMEOUT) or f"HTTP frontend process {index} is gone"
-                elif silence[beats] > self._silence_limit:
-                    reason = f"HTTP frontend process {index} has given no sign of life for {silence[beats]:.1f} s"
+                elif silence.seconds > self._silence_limit:
+                    reason = f"HTTP frontend process {index} has given no sign of life for {silence.seconds:.1f} s"
                 if reason is not None:
                     if not self._stopping:
                         self._died(reason)

@@ -10,6 +10,8 @@ Environment:
                  badload    finds the model damaged while the others load for a minute
                  slow       steps take four times as long
                  raise, token, hang, stop, kill    in a step: raises, samples another token, hangs, SIGSTOP, SIGKILL
+                 watcher, messenger    in a step: the thread of that name raises
+                 http       in a step: the frontend's event loop stands still from the next output on
                  stopclose  SIGSTOP at the end, after the step loop
                  stopleave  the same, once it has said that it is ready to leave
     STEP_TIME    seconds that a step takes
@@ -64,7 +66,9 @@ def _replace_runner() -> None:
     import torch
 
     from spmd_serve import assembly
+    from spmd_serve.distributed import beats, liveness
     from spmd_serve.errors import ModelError
+    from spmd_serve.frontend import dispatcher
     from spmd_serve.types import ScheduledBatch, StepTokens
 
     class Step:
@@ -111,6 +115,15 @@ def _replace_runner() -> None:
                 os.kill(os.getpid(), signal.SIGSTOP)
             if FAULT == "kill":
                 os.kill(os.getpid(), signal.SIGKILL)
+            if FAULT == "watcher":
+                liveness.Liveness._evidence = out_of_memory
+            if FAULT == "http":
+                dispatcher.Dispatcher._apply = lambda *_: time.sleep(3600)
+            if FAULT == "messenger":
+                beats.Messenger._put_beat = out_of_memory
+
+    def out_of_memory(*arguments: object) -> None:
+        raise MemoryError("injected into a thread")
 
     def build_runner(plan: object, comm: object) -> TinyRunner:
         if FAULT == "slowload":

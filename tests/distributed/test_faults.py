@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import socket
 import time
@@ -54,6 +55,26 @@ def test_a_fault_in_a_step(
     assert trigger.await_end(1) in (*clients_see, "refused"), trigger.detail
 
 
+def test_an_event_loop_that_stands_still(start_job: StartJob) -> None:
+    job = start_job(*SHORT, env={"FAULT": "http", "FAULT_RANK": "0"}).await_ready()
+    stream = job.stream(seed=TRIGGER_SEED)
+    assert job.await_end(12) != 0
+    said = rf"ERROR rank 0 step .* rank 0 \({HOST}\) failed: FrontendError: the HTTP frontend has given no sign of life for"
+    assert re.search(said, job.log), job.log
+    assert stream.await_end(1) == "broken", stream.detail
+
+
+@pytest.mark.parametrize("fault", ["watcher", "messenger"])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_can_watch_no_more_ends(start_job: StartJob, fault: str, rank: int) -> None:
+    """It would hear neither signals nor of other ranks' ends."""
+    job = start_job(env={"FAULT": fault, "FAULT_RANK": str(rank)}).await_ready()
+    stream = job.stream(seed=TRIGGER_SEED)
+    assert job.await_end(10) != 0
+    assert f"rank {rank} ({HOST}) failed: MemoryError: injected into a thread" in job.log
+    assert stream.await_end(1) in ("error", "broken"), stream.detail
+
+
 @pytest.mark.parametrize(
     ("number", "says", "limit_s"),
     [
@@ -80,6 +101,31 @@ def test_a_frontend_process_that_is_gone_or_stopped(
     said = f"rank 0 ({HOST}) failed: FrontendError: HTTP frontend process 0 {says}"
     assert [said in line for line in job.log.splitlines() if " ERROR rank " in line] == [True]
     assert [stream.await_end(1) for stream in streams] == ["broken"] * len(streams)
+
+
+def test_several_suspended_ranks(start_job: StartJob) -> None:
+    """One is named; none of them can end itself, nor hears torchrun, which would wait for 30 s."""
+    job = start_job(*SHORT, ranks=3).await_ready()
+    stream = job.stream().await_chunks()
+    began = time.monotonic()
+    for rank in (1, 2):
+        job.signal_rank(rank, signal.SIGSTOP)
+    assert job.await_end(10) != 0
+    job.note("SIGSTOP of two of three ranks", time.monotonic() - began)
+    assert "is lost: no sign of life" in job.log
+    assert stream.await_end(1) == "error", stream.detail
+
+
+def test_a_job_that_is_suspended_as_a_whole_goes_on(start_job: StartJob) -> None:
+    """As a debugger, a container's pause or Ctrl-Z does it, for longer than a step or a silence may last."""
+    job = start_job("--step-timeout", "2", env={"STEP_TIME": "0.05"}).await_ready()
+    stream = job.stream(max_tokens=100).await_chunks()
+    for number in (signal.SIGSTOP, signal.SIGCONT):
+        for pid in job.pids().values():
+            os.kill(pid, number)
+        time.sleep(4)
+    assert stream.await_end(30) == "length", job.log
+    assert job.complete().status_code == 200
 
 
 @pytest.mark.parametrize("rank", [0, 1])

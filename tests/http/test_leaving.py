@@ -18,7 +18,7 @@ import pytest
 from support.fake_service import CONTEXT, MODEL, FakeService, fake_info
 from support.server import wait_until
 
-from spmd_serve.config import Config, SchedulerOptions
+from spmd_serve.config import Config, ControlOptions, SchedulerOptions
 from spmd_serve.frontend.streaming import EventStream
 from spmd_serve.types import Finish, FinishReason, Lengths, ServiceState, StepOutput
 
@@ -284,19 +284,44 @@ def test_stop_ends_open_streams_with_an_error(start: Start) -> None:
         service.http.get("/health")
 
 
-def test_an_error_of_the_frontend_itself_ends_the_requests(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A bug while outputs are handed out must not leave clients waiting."""
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the core ends as it should
+@pytest.mark.parametrize(
+    "place", ["generation.Choice.push", "link.FrontLink.receive", "metrics.Metrics.flush_intervals"]
+)
+def test_an_error_of_the_frontend_itself_ends_requests_and_service(
+    start: Start, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    """A bug while outputs are handed out must not leave clients waiting, nor a service that answers 503 for ever."""
     service = start(step_interval=0.005)
+    deaths: list[str] = []
+    service.frontend._on_death = deaths.append
 
     def broken(*_: object) -> bool:
-        raise ZeroDivisionError
+        raise ZeroDivisionError("injected")
 
     with service.http.stream("POST", "/v1/completions", json=LONG | {"stream": True}, timeout=10) as response:
         pieces = response.iter_raw()
         next(pieces)
-        monkeypatch.setattr("spmd_serve.frontend.generation.Choice.push", broken)
+        monkeypatch.setattr(f"spmd_serve.frontend.{place}", broken)
         assert b'"error"' in b"".join(pieces)
-    assert service.http.get("/health").status_code == 503
+    wait_until("the service ends", lambda: bool(deaths), 10)
+    assert deaths == ["the HTTP frontend failed on a step's output: ZeroDivisionError: injected"]
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the core ends as it should
+def test_an_event_loop_that_stands_still_ends_the_service(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = start(Config(control=ControlOptions(step_timeout=1.5)))
+    deaths: list[str] = []
+    service.frontend._on_death = deaths.append
+    goes_on = threading.Event()
+    monkeypatch.setattr("spmd_serve.frontend.generation.Choice.push", lambda *_: goes_on.wait(30))
+    try:
+        with pytest.raises(httpx.ReadTimeout):
+            service.http.post("/v1/completions", json=LONG, timeout=0.5)
+        wait_until("the service ends", lambda: bool(deaths), 10)
+        assert "the HTTP frontend has given no sign of life for" in deaths[0]
+    finally:
+        goes_on.set()
 
 
 def test_one_stream_that_cannot_be_written_leaves_the_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -126,6 +126,20 @@ def test_a_child_that_dies_fails_the_core() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the core ends as it should
+def test_a_child_that_fails_on_an_output_ends_its_requests_with_an_error_and_itself() -> None:
+    service = start_fake(Config(server=ServerOptions(frontend="process")), step_interval=0.005)
+    deaths: list[str] = []
+    service.frontend._on_death = deaths.append
+    try:
+        ends = asyncio.run(ends_after(service, lambda: service.frontend.link._outboxes[0].send(b"no message")))
+        assert all(end.count('"error"') == 1 for end in ends), ends
+        wait_until("the service ends", lambda: bool(deaths), 10)
+        assert "process 0 ended with code 1" in deaths[0]
+    finally:
+        service.close()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # the core ends as it should
 def test_a_stopped_child_ends_all_requests_once() -> None:
     """Its own clients see their connections end, the other's get an error."""
     config = Config(server=ServerOptions(frontend="process:2"), control=ControlOptions(step_timeout=1.5))

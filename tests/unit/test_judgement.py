@@ -102,6 +102,13 @@ def test_nobody_is_named_before_its_beat_says_whether_it_waits() -> None:
     assert said == "rank 1 (b) hangs: step 7 for 1.1 s (--step-timeout is 1) at x.py:1 in f"
 
 
+def test_a_place_that_is_not_known_is_left_out() -> None:
+    """After a job was suspended as a whole, the last beats are from before."""
+    seen = dataclasses.replace(SERVING, busy=True, step_age=30.0, beats={0: beat(waits=True)})
+    beats = {**seen.beats, 1: dataclasses.replace(beat(), where="")}
+    assert named(seen, beats=beats) == "rank 1 (b) hangs: step 7 for 5.0 s (--step-timeout is 20)"
+
+
 @pytest.mark.parametrize(
     ("own", "beats", "says"),
     [

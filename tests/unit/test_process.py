@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from spmd_serve.distributed.process import children_of, is_dead, parent_of, usable_cores
+from spmd_serve.distributed.process import children_of, is_dead, is_suspended, parent_of, usable_cores
 from spmd_serve.errors import REFUSED
 
 ALL = len(os.sched_getaffinity(0))
@@ -136,6 +137,17 @@ def test_a_process_that_cannot_be_looked_at_is_not_taken_for_dead() -> None:
         child.kill()
         child.wait()
         assert is_dead(child.pid)
+
+
+def test_a_process_that_is_suspended() -> None:
+    with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as child:
+        assert not is_suspended(child.pid)
+        child.send_signal(signal.SIGSTOP)
+        os.waitid(os.P_PID, child.pid, os.WSTOPPED)
+        assert is_suspended(child.pid)
+        child.kill()
+        child.wait()
+        assert not is_suspended(child.pid)
 
 
 def test_a_limit_of_open_files_is_raised_or_told() -> None:
