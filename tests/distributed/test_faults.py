@@ -57,8 +57,10 @@ def test_a_fault_in_a_step(
 
 def test_an_event_loop_that_stands_still(start_job: StartJob) -> None:
     job = start_job(*SHORT, env={"FAULT": "http", "FAULT_RANK": "0"}).await_ready()
+    began = time.monotonic()
     stream = job.stream(seed=TRIGGER_SEED)
     assert job.await_end(12) != 0
+    job.note("an HTTP event loop that stands still", time.monotonic() - began)
     said = rf"ERROR rank 0 step .* rank 0 \({HOST}\) failed: FrontendError: the HTTP frontend has given no sign of life for"
     assert re.search(said, job.log), job.log
     assert stream.await_end(1) == "broken", stream.detail
@@ -69,8 +71,10 @@ def test_an_event_loop_that_stands_still(start_job: StartJob) -> None:
 def test_a_rank_that_can_watch_no_more_ends(start_job: StartJob, fault: str, rank: int) -> None:
     """It would hear neither signals nor of other ranks' ends."""
     job = start_job(env={"FAULT": fault, "FAULT_RANK": str(rank)}).await_ready()
+    began = time.monotonic()
     stream = job.stream(seed=TRIGGER_SEED)
     assert job.await_end(10) != 0
+    job.note(f"an exception in the {fault} of rank {rank}", time.monotonic() - began)
     assert f"rank {rank} ({HOST}) failed: MemoryError: injected into a thread" in job.log
     assert stream.await_end(1) in ("error", "broken"), stream.detail
 
