@@ -88,9 +88,11 @@ class _Silence:
 
     def look(self, heard: bool) -> None:
         now = time.monotonic()
-        took = min(now - self._last, 2 * LOOK_INTERVAL)  # no more: this process was suspended, perhaps as they were
-        self._last = now
-        self.seconds = 0.0 if heard else self.seconds + took
+        took, self._last = now - self._last, now
+        if heard:
+            self.seconds = 0.0
+        elif took < 2 * LOOK_INTERVAL:  # else this process was suspended, perhaps as they were
+            self.seconds += took
 
 
 def _silence_limit(config: Config) -> float:

@@ -122,12 +122,12 @@ def test_several_suspended_ranks(start_job: StartJob) -> None:
 
 def test_a_job_that_is_suspended_as_a_whole_goes_on(start_job: StartJob) -> None:
     """As a debugger, a container's pause or Ctrl-Z does it, for longer than a step or a silence may last."""
-    job = start_job("--step-timeout", "2", env={"STEP_TIME": "0.05"}).await_ready()
+    job = start_job("--step-timeout", "3", env={"STEP_TIME": "0.05"}).await_ready()
     stream = job.stream(max_tokens=100).await_chunks()
     for number in (signal.SIGSTOP, signal.SIGCONT):
         for pid in job.pids().values():
             os.kill(pid, number)
-        time.sleep(4)
+        time.sleep(5)
     assert stream.await_end(30) == "length", job.log
     assert job.complete().status_code == 200
 

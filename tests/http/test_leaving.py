@@ -322,7 +322,8 @@ def test_an_event_loop_that_stands_still_ends_the_service(start: Start, monkeypa
         assert "the HTTP frontend has given no sign of life for" in deaths[0]
     finally:
         goes_on.set()
-        assert service.frontend._thread.stop(5)  # nobody waits for it any more, and the next test would find its sockets
+        # Nobody waits for it any more, and the next test would find its sockets.
+        assert service.frontend._thread.stop(5)
 
 
 def test_one_stream_that_cannot_be_written_leaves_the_others(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
