@@ -68,6 +68,10 @@ run_ranks() { # run_ranks NPROC TORCHRUN_ARGUMENT...: returns 0 after a clean en
         code=0
         wait "$torchrun" || code=$? # at once, its own: the shell remembers it
     fi
+    if [ "$code" = -1 ]; then # but for bash 5.2 where signal and end came at the same moment. torchrun writes down why it fails
+        code=0
+        if [ -e "$outcome/torchrun.json" ]; then code=1; fi
+    fi
     trap - TERM INT HUP
     if [ "$code" -eq 143 ] && [ "$signals" -gt 0 ]; then
         code=0 # our SIGTERM has ended it, which it only lets happen before it starts the ranks

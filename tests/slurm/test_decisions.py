@@ -78,7 +78,7 @@ def test_a_signal_for_the_script_alone_reaches_the_ranks(cluster: Cluster) -> No
     job = cluster.submit("--nodes=1", PYTHON=STAND_IN)
     job.wait_ready()
     run("scancel", "--batch", "--signal=TERM", job.number, env=cluster.env)
-    job.wait_state("COMPLETED", "FAILED", seconds=20)  # a stand-in may be hit twice, and then ends with 255
+    job.wait_state("COMPLETED", seconds=20)
     assert "signalled; the ranks drain" in job.log
 
 

@@ -393,6 +393,23 @@ sys.exit(sum(rank.wait() for rank in ranks))"""
         assert process.wait(20) == 0
 
 
+def test_torchrun_ends_as_the_signal_comes(tmp_path: Path) -> None:
+    """As where SLURM signals all processes of a step. In a few of a hundred such moments bash loses the exit code."""
+    body = "signal.signal(15, lambda *a: os._exit(0))\nprint(os.getpid(), flush=True)\ntime.sleep(60)"
+    code = f"set -euo pipefail; . {LAUNCH}/venv.sh; . {LAUNCH}/ranks.sh; run_ranks 1"
+    env = {**os.environ, "PYTHON": fake_torchrun(tmp_path, body), "TMPDIR": str(tmp_path)}
+    for turn in range(40):
+        process = subprocess.Popen(["bash", "-c", code], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        assert process.stdout is not None
+        with process:
+            os.kill(int(process.stdout.readline()), signal.SIGTERM)
+            until = time.perf_counter() + turn / 10_000
+            while time.perf_counter() < until:
+                pass
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) in (0, -signal.SIGTERM), turn  # the latter: it was about to end
+
+
 def test_torchrun_dies_with_the_script(tmp_path: Path) -> None:
     body = "signal.signal(15, lambda *a: (print('ended', flush=True), os._exit(0)))\nprint('up', flush=True)\ntime.sleep(60)"
     code = f"set -euo pipefail; . {LAUNCH}/venv.sh; . {LAUNCH}/ranks.sh; run_ranks 1"
