@@ -178,8 +178,8 @@ class LLM:
     ) -> list[Generation]:
         """Generate for all prompts at once; returns when the last has ended. Collective; the results of ranks but 0 are empty.
 
-        One that fails in the midst (a grammar that is not valid or comes to a dead end, numbers that overflow) takes no other with it: its
-        Generation has the `error`.
+        One that fails in the midst (a grammar that is not valid or comes to a dead end, numbers that overflow) takes no other
+        with it: its Generation has the `error`.
 
         Args:
             prompts: texts or token ids.

@@ -98,9 +98,8 @@ def _rope_scaling(file: GgufFile, config: dict[str, Any]) -> dict[str, Any]:
             "attention_factor": file.get("rope.scaling.attn_factor", 1.0),
             "original_max_position_embeddings": original,
         }
-    factor = (
-        file.get("rope.scaling.factor", file.get("rope.scale_linear")) or 1.0
-    )  # the first files' name; 0 is none too
+    # The first files call it scale_linear; 0 is none too.
+    factor = file.get("rope.scaling.factor", file.get("rope.scale_linear")) or 1.0
     kind = file.get("rope.scaling.type", "linear")
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return {}
