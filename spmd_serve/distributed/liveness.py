@@ -115,6 +115,8 @@ class Liveness:
                 self._await(board.others_are_gone)
             if self.failure is None:
                 board.say_gone()
+        if self.failure is not None:  # the watcher is about to tell torchrun, and to end who is suspended: let it
+            self._settled.wait(GRACE_S)
         self.leave()
         code = self.failure.exit_code if self.failure else 0
         _exit_after(START_STOP_S, code)

@@ -19,6 +19,7 @@ Environment:
     HASHSEEDS    if set, every rank gets another PYTHONHASHSEED
     CONNECT_S    how long ranks wait for each other at the start, instead of the product's own time
     SILENCE_S    how long a rank may be silent after a stop, instead of the product's own time
+    REPORT_S     seconds that it takes to leave word for torchrun
 
 Faults of the forward pass fire in the step that admits a request with the seed TRIGGER_SEED.
 """
@@ -55,6 +56,16 @@ def main() -> None:
         from spmd_serve.distributed import judgement
 
         judgement.STOP_SILENCE_S = float(os.environ["SILENCE_S"])
+    if os.environ.get("REPORT_S"):
+        from spmd_serve.distributed import liveness
+
+        tell, pause = liveness.tell_torchrun, float(os.environ["REPORT_S"])
+
+        def tell_slowly(message: str, details: str = "") -> None:
+            time.sleep(pause)
+            tell(message, details)
+
+        liveness.tell_torchrun = tell_slowly
     _replace_runner()
     _replace_the_board()
     if FAULT == "software":

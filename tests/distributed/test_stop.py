@@ -125,7 +125,9 @@ def test_a_rank_that_is_suspended_after_the_step_loop_does_not_keep_the_others(
     start_job: StartJob, fault: str, suspended: int, told: int | None
 ) -> None:
     """The others have nothing left to do, and nobody else could tell torchrun what it waits for."""
-    job = start_job(env={"FAULT": fault, "FAULT_RANK": str(suspended), "SILENCE_S": "2"}).await_ready()
+    # The main thread is not to be gone before the suspended rank is ended, and torchrun has the reason.
+    slow = {"SILENCE_S": "2", "REPORT_S": "0.5"}
+    job = start_job(env={"FAULT": fault, "FAULT_RANK": str(suspended)} | slow).await_ready()
     assert job.complete().status_code == 200
     began = time.monotonic()
     stop(job, told)
